@@ -128,6 +128,9 @@ class Constraint(NamedTuple):
     # (State, batch) -> its state, before the first batch that a run takes; None = as it is. Where
     # it has something of the batch, as rows that a step before would have looked up
     begin: Callable | None = None
+    # Its state -> what a checkpoint holds of it, where the rest is kept elsewhere; `relaid` makes
+    # it whole again
+    saved: Callable | None = None
 
 
 class Optimizer(NamedTuple):

@@ -27,7 +27,7 @@ from llmx import config as config_lib
 from llmx.checkpoint import checkpointer, mirror
 from llmx.config import Config, checks, describe, flags, history, packed_checks, value_types
 from llmx.contract import Batch
-from llmx.model import remat
+from llmx.model import looked_up, remat
 from llmx.runtime import (
     agreement,
     auxiliary,
@@ -41,6 +41,7 @@ from llmx.runtime import (
 )
 from llmx.runtime import job as job_lib
 from llmx.runtime.caller import Caller
+from llmx.tables import cached, host_files
 
 # What a mistake in the config does not need is imported where it is used.
 if typing.TYPE_CHECKING:
@@ -114,21 +115,23 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
                 config.checkpoint, config.workdir, job.peers, log=log, named=store.named
             )
             resources.enter_context(tier)
-            restored = restore(config, recipe, checkpoints, dataset, job, tier)
+            restored, rows = restore(config, recipe, checkpoints, dataset, job, tier)
         except ValueError as error:
             return job.refuse(error)
         except OSError as error:
             return job.refuse(describe.failure_text(config, error))
 
         # 5. Compile the step, explicitly: a program for each phase that is still to come.
-        loop = Loop(config, recipe, dataset, restored, job)
+        loop = Loop(config, recipe, dataset, restored, job, rows)
 
         # 6. The loop.
         code = exits.DONE
         resources.enter_context(checkpoints)
         resources.enter_context(jax.set_mesh(recipe.mesh))
         resources.callback(lambda: loop.close())  # noqa: PLW0108 (of the loop at the end)
-        evaluation = during_training.Evaluation(config, recipe, asked, loop.reporter)
+        evaluation = during_training.Evaluation(
+            config, recipe, asked, loop.reporter, rows=loop.rows
+        )
         profile = profiling.Profile(config.profile, config.workdir)
         resources.callback(profile.close)
         resources.push(job.tell_crash)  # before anything above waits for other processes
@@ -169,6 +172,8 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             except divergence.Diverged as diverged:
                 changed, reason = roll_back(config, diverged, checkpoints, job)
                 back_to = changed.rollback.at[-1] if changed else None
+            except cached.CacheTooSmall as error:
+                return job.refuse(error)
             except checkpointer.Halt as halt:
                 if not halt.restore:
                     return job.refuse(halt, halt.code)
@@ -181,20 +186,23 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             # Again from before the loss rose, without the batches that were taken since; or from
             # before replicas differed.
             loop.close()
+            rows = evaluation = None  # their memory is needed too
             tier.forget(after=back_to)
             config, recipe = changed, recipe_lib.make_recipe(changed)
             try:
-                restored = restore(config, recipe, checkpoints, dataset, job)
+                restored, rows = restore(config, recipe, checkpoints, dataset, job)
             except checkpointer.Halt as halt:
                 return job.refuse(halt, halt.code)
             except ValueError as error:
                 return job.refuse(error)
             except OSError as error:
                 return job.refuse(describe.failure_text(config, error))
-            loop = Loop(config, recipe, dataset, restored, job)
+            loop = Loop(config, recipe, dataset, restored, job, rows)
             skipped = config.rollback.skipped[-1:] if back_to in config.rollback.at else ()
             loop.reporter.event("rollback", loop.first, {"skipped": sum(skipped)})
-            evaluation = during_training.Evaluation(config, recipe, asked, loop.reporter)
+            evaluation = during_training.Evaluation(
+                config, recipe, asked, loop.reporter, rows=loop.rows
+            )
             if stop.asked_anywhere():
                 break
         with progress("save"):
@@ -277,7 +285,8 @@ def open_data(config: Config, log: Log):
 
 
 def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib.Job, *tier):
-    """Where the run begins (`resume.restore_or_init`), in all processes alike, and on record."""
+    """Where the run begins (`resume.restore_or_init`), in all processes alike, and on record; and
+    the rows of tables that the host has."""
     from llmx.checkpoint import resume
 
     with job.progress("restore"):
@@ -286,6 +295,7 @@ def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib
             state = recipe.strategy.begin(restored.state, job.peers)
         if recipe.strategy.waits:  # others may be ahead
             restored = restored._replace(state=state, step=int(jax.device_get(state.step)))
+        rows = resume.host_rows(recipe, restored, config.workdir)
         job.peers.agree("restored state", {"steps taken": restored.step})
     job.progress.begin_at(restored.step)
     if jax.process_index() == 0:
@@ -296,7 +306,7 @@ def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib
         history.append(config.workdir, history.WENT_BACK, {"text": text}, log=launch.log)
         resume.end_going_back(config)
     history.record_start(config, resumed_from=restored.step, log=launch.log)
-    return restored
+    return restored, rows
 
 
 # ------------------------------------------------------------------------------------ in the loop
@@ -305,7 +315,10 @@ def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib
 class Loop:
     """The steps of a run. While step n runs, the report of step n-1 is fetched and shown."""
 
-    def __init__(self, config: Config, recipe, dataset, restored, job: job_lib.Job):
+    def __init__(
+        self, config: Config, recipe, dataset, restored, job: job_lib.Job,
+        rows: cached.Cached | None,
+    ):  # fmt: skip
         from llmx import sharding
         from llmx.config import utilization
         from llmx.data import loader
@@ -313,6 +326,7 @@ class Loop:
         from llmx.step import programs
 
         self.config, self.recipe, self.first = config, recipe, (first := restored.step)
+        self.rows = rows  # of tables, on the host
         self.dataset, progress = dataset, job.progress
         with progress("compile"):
             self.programs = programs.compile_all(recipe, restored.state, first, launch.log)
@@ -393,10 +407,25 @@ class Loop:
 
     def _next_batch(self) -> Batch:
         _, local = next(self._data)
+        if self.rows is not None:
+            local = self._with_slots(local)
         return {
             name: self._assemble(array, self._rows, self._to, self.config.batch.size)
             for name, array in local.items()
         }
+
+    def _with_slots(self, local: dict) -> dict:
+        """The batch with the slots of its rows, which the devices have from now on."""
+        model, extra = self.recipe.model, dict(self.state.extra)
+        ids = looked_up.raw_ids(model.ngram_tables, model.ngram_rows, local)
+        extra[looked_up.TABLES], slots = self.rows.prepare(extra[looked_up.TABLES], ids)
+        self.state = self.state._replace(extra=extra)
+        return looked_up.with_slots(local, slots)
+
+    def write_rows(self, folder: Any):
+        """What a checkpoint has of the host's rows, into its folder."""
+        self.rows.write_back(self.state.extra[looked_up.TABLES])
+        self.rows.save(folder / host_files.FOLDER)
 
     def settle(self):
         """Waits for the step under way and shows its report.
@@ -410,6 +439,7 @@ class Loop:
         self._notice(report.scalars)
         seconds, data_seconds = self.timer.lap()
         scalars, by_layer = report.numbers(z_loss=self.config.loss.z_loss > 0)
+        scalars |= self.rows.scalars() if self.rows is not None else {}
         self.reporter.train(
             self.step, scalars, step_seconds=seconds, data_seconds=data_seconds, by_layer=by_layer
         )
@@ -447,7 +477,7 @@ class Loop:
         self.goodput.close(self.step)
         self._data.close()
         self.reporter.close()
-        self.state = None  # its memory is needed if the run goes back
+        self.state = self.rows = None  # their memory is needed if the run goes back
 
     def _notice(self, scalars: dict[str, Any]):
         freeze_step = int(scalars.get("freeze_step", -1))
@@ -526,7 +556,11 @@ def save(config: Config, recipe, checkpoints, dataset, loop: Loop, *, wait: bool
         "loss_watch": loop.watch.numbers(),
         "teacher": loop.teacher,
     }
-    checkpoints.save(loop.step, recipe.saved(loop.state), meta=meta, order=recipe.order, wait=wait)
+    # Rows of the host go into checkpoints of the work directory only.
+    beside = {"beside": loop.write_rows} if loop.rows is not None else {}
+    checkpoints.save(
+        loop.step, recipe.saved(loop.state), meta=meta, order=recipe.order, wait=wait, **beside
+    )
 
 
 def finish(job: job_lib.Job, loop: Loop, evaluation, code: int):

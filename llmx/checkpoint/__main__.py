@@ -183,6 +183,7 @@ def ls(args: argparse.Namespace) -> int:
 
 def verify(args: argparse.Namespace) -> int:
     from llmx.checkpoint import checksums, directory, manifest, restore
+    from llmx.tables import host_files
 
     root, bad = _root(args.workdir), 0
     newest = _step(root, args.step)
@@ -194,7 +195,11 @@ def verify(args: argparse.Namespace) -> int:
                 if checksums.fingerprints({name: array})[name] != document.leaves[name]["checksum"]:
                     wrong.append(name)
             reason = f"checksum differs in leaf {', '.join(wrong)}" if wrong else ""
+            if document.meta.get("config", {}).get("tables", {}).get("cache_rows"):
+                host_files.check(root / str(step) / host_files.FOLDER)
         except (manifest.Corrupt, manifest.Mismatch, manifest.Unreadable) as error:
+            reason = str(error)
+        except ValueError as error:  # of the host's rows
             reason = str(error)
         bad += bool(reason)
         print(f"checkpoint {step}: {f'corrupt: {reason}' if reason else 'good'}", flush=True)

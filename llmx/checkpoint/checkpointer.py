@@ -162,12 +162,14 @@ class Checkpointer(contextlib.AbstractContextManager):
     def save(
         self, step: int, state: Any, *, meta: Mapping[str, Any],
         order: LayerPermutation = IDENTITY, wait: bool = False,
+        beside: Callable[[Any], None] = lambda folder: None,
     ) -> bool:  # fmt: skip
         """Saves the checkpoint after `step` steps in the background.
 
         `state` is a pytree of jax.Arrays and Python numbers, its layers in the permutation `order`;
         `meta` holds JSON values. Returns when the arrays may be donated, with `wait` when the
-        checkpoint is committed; False if this run has saved or restored the same step already. No
+        checkpoint is committed; False if this run has saved or restored the same step already.
+        `beside` writes what else the checkpoint has into its folder, before this returns. No
         collective runs. Raises ValueError for a leaf or meta that cannot be saved, and Halt for a
         save that ended badly: an earlier one, or with `wait` this one, whatever the policy.
         """
@@ -186,7 +188,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._current, self._retry = step, None
         self._save = writer.Save(
             step, arrays, document, root=self._root, board=self._board, number=self._num_saves,
-            prepare=functools.partial(self._prepare, step), may_commit=self._permitted,
+            prepare=functools.partial(self._prepare, step, beside), may_commit=self._permitted,
             on_end=self._on_end, place=self._place,
         )  # fmt: skip
         if wait:
@@ -366,8 +368,8 @@ class Checkpointer(contextlib.AbstractContextManager):
         except Exception as error:
             raise writer.Refused(str(error)) from error
 
-    def _prepare(self, step: int) -> None:
-        """Makes room for checkpoint `step`."""
+    def _prepare(self, step: int, beside: Callable[[Any], None]) -> None:
+        """Makes room for checkpoint `step`, and writes what it has beside arrays."""
         self._permitted()
         if self._num_saves > 1 and not self._root.exists():
             self._log(f"{self._root} has vanished, and the checkpoints in it: making it anew")
@@ -384,6 +386,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         path = directories.unfinished_path(self._root, step) / directories.STATE
         path.mkdir(parents=True, exist_ok=True)
         self._place.prepare(step)
+        beside(directories.unfinished_path(self._root, step))
 
     def _prune(self) -> None:
         """Deletes old checkpoints. `keep_last` that can be restored stay, as far as a look at their

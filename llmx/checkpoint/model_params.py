@@ -114,7 +114,7 @@ def restore_evaluated(
     where it has some."""
     restored = restore_params(workdir, recipe.loss.model_params, ema=ema, step=step, log=log)
     if recipe.loss.execution.tables is not None:
-        state = recipe.abstract.extra[looked_up.TABLES]
+        state = recipe.saved(recipe.abstract).extra[looked_up.TABLES]
         found = checkpointer.restore_saved(
             workdir, lambda saved: relaid.as_saved(recipe, state, looked_up.TABLES, saved),
             prefix=relaid.path_of(looked_up.TABLES), step=restored.step, log=log,

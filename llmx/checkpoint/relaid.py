@@ -54,6 +54,8 @@ def onto_devices(
     moved = relaid(state, meta) if relaid is not None else state
     if moved is state:
         return state
+    if constraint.saved is not None:  # what a checkpoint has not, the caller fills in
+        return moved
     sizes = meta.get("mesh", {})
     used = ", ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one device"
     log(f"{name}: rows were moved from a mesh of {used} to these devices")

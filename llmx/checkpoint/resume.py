@@ -47,7 +47,7 @@ from llmx.sync import reshard
 from llmx.sync.config import SyncConfig
 from llmx.sync.replicas import MEAN
 from llmx.sync.strategy import STRATEGIES
-from llmx.tables import exports
+from llmx.tables import cached, exports, host_files
 
 Log = Callable[[str], None]
 
@@ -234,6 +234,44 @@ def restore(
     return restored._replace(state=state, step=first)
 
 
+def host_rows(recipe: Recipe, restored: Restored, workdir: str) -> cached.Cached | None:
+    """The rows that the host has beside a state: those of its checkpoint, or new; None: it has
+    none.
+
+    Raises ValueError where they are of other tables, or do not fit.
+    """
+    tables = recipe.loss.execution.tables
+    if tables is None or not tables.virtual:
+        return None
+    rows = cached.Cached(tables)
+    if restored.meta:
+        rows.load(_host_rows_of(workdir, restored.step))
+    return rows
+
+
+def _host_rows_of(workdir: str, step: int) -> pathlib.Path:
+    return pathlib.Path(workdir) / "checkpoints" / str(step) / host_files.FOLDER
+
+
+def _same_place_of_rows(config: Any, recipe: Recipe, saved: Document):
+    """Raises Mismatch where rows of tables were kept elsewhere, Corrupt where their files are
+    damaged."""
+    tables = recipe.loss.execution.tables
+    before = saved.meta.get("config", {}).get("tables", {}).get("cache_rows", 0)
+    now = config.tables.cache_rows if tables is not None else 0
+    if bool(before) != bool(now):
+        raise Mismatch(
+            f"{config.workdir} was trained with tables.cache_rows={before} and the config gives "
+            f"{now}: rows would have to move between the devices and the host; restore it (any "
+            "number above 0 will do if it was one), or use another workdir"
+        )
+    if now:
+        try:
+            host_files.check(_host_rows_of(config.workdir, saved.step))
+        except (ValueError, OSError) as error:
+            raise Corrupt(f"its rows of tables cannot be read ({error})") from error
+
+
 def _with_resumed_extra(recipe: Recipe, state: State) -> State:
     """The state with those of transforms and constraints: new where the checkpoint has none that
     fits."""
@@ -278,6 +316,7 @@ def _wanted(config: Any, recipe: Recipe, saved: Document) -> State:
     _same_run(config, saved)
     _same_format(config, saved)
     masks.require_same(config, recipe, saved)
+    _same_place_of_rows(config, recipe, saved)
     strategy = saved.meta.get("config", {}).get("sync", {}).get("strategy", "mean")
     # Replicas may begin to synchronize in another way than by the mean, but not change it.
     if strategy not in ("mean", config.sync.strategy):

@@ -48,6 +48,7 @@ from llmx.step.transforms import (
 )
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.strategy import STRATEGIES, compressor_of
+from llmx.tables import cached
 from llmx.tables import tables as tables_lib
 
 
@@ -153,10 +154,10 @@ def _tables(config: config_lib.Config, mesh: Mesh | AbstractMesh) -> tables_lib.
     listed = table_checks.tables_of(config)
     if not listed:
         return None
-    return tables_lib.make(
-        listed, table_checks.features_of(config), config.tables, mesh,
-        axes=sharding.BATCH_AXES,
-    )  # fmt: skip
+    features, axes = table_checks.features_of(config), sharding.BATCH_AXES
+    if config.tables.cache_rows:
+        return cached.make(listed, features, config.tables, mesh, axes=axes, seed=config.seed)
+    return tables_lib.make(listed, features, config.tables, mesh, axes=axes)
 
 
 def policy_of(config: config_lib.Config) -> precision.Policy:

@@ -5,13 +5,14 @@ from collections.abc import Iterator
 
 from llmx.config import Config, get_value, preference_checks
 from llmx.data import config as data_config
+from llmx.data import remote
 from llmx.data.records import dataset as records
 from llmx.model import looked_up
 from llmx.model.recommender import config as recommender_config
 from llmx.runtime import bounds
 from llmx.step.transforms import masks
 from llmx.tables import config as tables_config
-from llmx.tables import exports
+from llmx.tables import exports, host_rows, row_optimizers
 from llmx.tables.config import Feature, Table, TablesConfig
 
 
@@ -61,7 +62,7 @@ def features_of(config: Config) -> list[Feature]:
     return [
         Feature(
             each.name, each.table_name, each.length,
-            "none" if each.name in weighed else config.tables.combine,
+            "none" if each.name in weighed else config.tables.combine, each.hashes,
         )
         for each in records.schema_of(config.data).features
     ]  # fmt: skip
@@ -99,6 +100,52 @@ ALONE = {
     "evaluation.choices": ((), "answers are scored without tables"),
     "sample.prompt": ("", "generation does not look rows up"),
 }  # fmt: skip
+
+
+def _cache_problems(config: Config) -> Iterator[str]:
+    """Of tables larger than the devices."""
+    tables, key = config.tables, f"tables.cache_rows={config.tables.cache_rows}"
+    if not tables.cache_rows:
+        why = "with tables.cache_rows=0: set the number of rows that the devices hold"
+        yield from bounds.without_effect(
+            tables, "tables.", {"host_gib": why, "admit_after": why}
+        )  # fmt: skip
+        return
+    if (number := config.launch.num_processes) > 1:
+        yield (
+            f"launch.num_processes={number} with {key}: rows are in the memory of one host; use "
+            "one process, or tables.cache_rows=0"
+        )
+    if tables.staleness:
+        yield (
+            f"tables.staleness={tables.staleness} with {key}: an update that waits could come to "
+            "a slot that has another row by then; use tables.staleness=0"
+        )
+    if (strategy := config.sync.strategy) != "mean":
+        yield f"sync.strategy={strategy!r} with {key}: it was not tried; use sync.strategy='mean'"
+    if config.start_from:
+        yield (
+            f"start_from={config.start_from!r} with {key}: rows of an export are of whole tables; "
+            "begin without it, or without a cache"
+        )
+    if folder := config.checkpoint.local_directory:
+        yield (
+            f"checkpoint.local_directory={folder!r} with {key}: rows of the host are in "
+            "checkpoints of the work directory only; use checkpoint.local_directory=''"
+        )
+    if remote.is_url(config.workdir):
+        yield (
+            f"workdir={config.workdir!r} with {key}: rows of the host are not read from object "
+            "stores; use a folder"
+        )
+    listed = tables_of(config)
+    optimizer = row_optimizers.make(tables)
+    width = listed[0].width
+    try:
+        widths = host_rows.widths_of(optimizer.slots, tables, width)
+        host_rows.capacity_of(tables, widths, width)
+    except ValueError as error:
+        yield str(error)
 
 
 def problems(config: Config) -> Iterator[str]:
@@ -149,7 +196,11 @@ def problems(config: Config) -> Iterator[str]:
             f"batch.sequence_length={config.batch.sequence_length} with data.format='records': a "
             "record is a row of one position, so set batch.sequence_length=1"
         )
-    yield from tables_config.problems(tables_of(config), features_of(config))
+    yield from _cache_problems(config)
+    listed = tables_of(config)
+    if config.tables.cache_rows:
+        listed = [dataclasses.replace(one, rows=one.rows or 1) for one in listed]
+    yield from tables_config.problems(listed, features_of(config))
     if config.tables.weight_decay and config.tables.optimizer == "ftrl":
         yield "tables.weight_decay with tables.optimizer='ftrl': use tables.l2"
     if config.tables.split == "columns" and config.tables.optimizer == "row_adagrad":

@@ -19,11 +19,12 @@ if __name__ == "__main__":
 import jax
 
 from llmx import config
-from llmx.checkpoint import mirror
+from llmx.checkpoint import mirror, resume
 from llmx.config import recipe as recipe_lib
 from llmx.data import dataset as data_lib
 from llmx.data import tokenizers
 from llmx.evaluate import held_out, multiple_choice, saved_run
+from llmx.model import looked_up
 from llmx.runtime import launch
 from llmx.step.step import Recipe
 
@@ -102,11 +103,13 @@ def _of_text(
             "name a text to evaluate on, --data FILE"
         )
     restored = saved_run.evaluated(run, recipe, args.workdir, step=args.step)
-    rows = held_out.batch_size(run)
+    rows, view = held_out.batch_size(run), None
+    if (of_host := resume.host_rows(recipe, restored, args.workdir)) is not None:
+        view = of_host.view(restored.state[looked_up.TABLES])
     with jax.set_mesh(recipe.mesh):
         result = held_out.losses(
             recipe, held_out.make_step(recipe), restored.state, dataset, batch_size=rows,
-            batches=run.evaluation.batches if batches is None else batches,
+            batches=run.evaluation.batches if batches is None else batches, view=view,
         )  # fmt: skip
     if recipe.loss.preference is not None:
         return restored.step, result, _pairs_text(result)

@@ -1,14 +1,17 @@
 """What a run that trains reports of itself: its held-out loss, and the questions it answers."""
 
 import hashlib
+from typing import Any
 
 from llmx import config
 from llmx.checkpoint import model_params
 from llmx.contract import State
 from llmx.data import dataset as data_lib
 from llmx.evaluate import held_out, multiple_choice
+from llmx.model import looked_up
 from llmx.model.execution import Execution
 from llmx.step.step import Recipe
+from llmx.tables.cached import Cached
 
 
 class EvaluationData:
@@ -47,8 +50,12 @@ def _execution(recipe: Recipe) -> Execution:
 class Evaluation:
     """Reports the held-out loss and the shares of right answers, when they are due."""
 
-    def __init__(self, run: config.Config, recipe: Recipe, data: EvaluationData, reporter):
-        self._run, self._recipe, self._reporter = run, recipe, reporter
+    def __init__(
+        self, run: config.Config, recipe: Recipe, data: EvaluationData, reporter: Any, *,
+        rows: Cached | None = None,
+    ) -> None:  # fmt: skip
+        """rows: what the host has of the run's tables."""
+        self._run, self._recipe, self._reporter, self._rows = run, recipe, reporter, rows
         self._dataset, self._files = data.dataset, data.files
         self._step = held_out.make_step(recipe)
         self._scorer = data.scorer(run, recipe) if data.files else None
@@ -75,6 +82,7 @@ class Evaluation:
         result = held_out.losses(
             self._recipe, self._step, params, self._dataset,
             batch_size=held_out.batch_size(self._run), batches=self._run.evaluation.batches,
+            view=self._rows and self._rows.view(state.extra[looked_up.TABLES]),
         )  # fmt: skip
         # The loss of pairs is not one of tokens, nor is that of records.
         names = ("loss", *(loss.of_pairs or ("perplexity",)))

@@ -13,8 +13,10 @@ from llmx import config, sharding
 from llmx.data import dataset as data_lib
 from llmx.data import tokenizers
 from llmx.evaluate import clicks
+from llmx.model import looked_up
 from llmx.model.recommender import apply as clicks_lib
 from llmx.step.step import Recipe
+from llmx.tables.cached import View
 
 OF_CLICKS = ("auc", "normalized_entropy", "calibration")  # what a run that trains reports
 
@@ -56,11 +58,12 @@ def of_records(recipe: Recipe) -> bool:
 
 def losses(
     recipe: Recipe, step: Callable, params: Any, dataset: data_lib.Dataset, *,
-    batch_size: int, batches: int = 0,
+    batch_size: int, batches: int = 0, view: View | None = None,
 ) -> dict[str, float]:  # fmt: skip
     """Means over the first `batches` batches of the held-out split; 0 = all of it.
 
-    Every process must call it; all get the same numbers. Communicates over all mesh axes.
+    Every process must call it; all get the same numbers. Communicates over all mesh axes. `view`:
+    of the rows that the host has.
 
     Returns {"loss": nats per token, "perplexity", "num_tokens", "batches": evaluated,
     "split_batches": in the whole split}; of preferences {"loss": of a pair, "accuracy": the share
@@ -77,6 +80,11 @@ def losses(
     batches = min(batches or available, available)
     for index in range(batches):
         local = dataset.held_out_rows(index, rows, batch_size)
+        if view is not None:
+            model = recipe.model
+            ids = looked_up.raw_ids(model.ngram_tables, model.ngram_rows, local)
+            state, slots = view.prepare(ids)
+            params, local = params | {looked_up.TABLES: state}, looked_up.with_slots(local, slots)
         batch = {name: sharding.assemble(local[name], rows, to, batch_size) for name in local}
         sums, count, *scored = jax.device_get(step(params, batch))
         for odds, labels, weights in scored:

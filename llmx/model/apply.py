@@ -128,7 +128,8 @@ class Apply:
 
     def table_ids(self, tables: Tables, batch: dict) -> dict[str, Array]:
         """What a batch looks up, int32 [B, T] by feature."""
-        del tables
+        if tables.virtual:
+            return looked_up.slots_by_feature(tables, batch)
         orders, rows = self.model.ngram_tables, self.model.ngram_rows
         return looked_up.ngrams(orders, rows, batch["tokens"], batch["positions"])
 

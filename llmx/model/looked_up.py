@@ -12,12 +12,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from llmx.tables import numbers
 from llmx.tables.tables import Ids, Plan, Tables
 
 ROWS = "rows"  # by width, [n U, W]
 TABLES = "tables"  # the tables' state; also in State.extra
+IDS = "ids"  # of a batch: of records, and what the host has said to the devices
 LATE = "late_rows"  # in State.extra: updates and rows that are under way, `llmx.tables.late`
 NEXT = "next_"  # before the name of an array that a batch has of the one after it
 PLACE, PRESENT = "place", "present"  # of a plan, by width; a batch has them after a lookup
@@ -68,17 +70,40 @@ def ngram_name(order: int) -> str:
     return f"{order}-grams"
 
 
+def raw_ids(ngram_orders: tuple[int, ...], ngram_rows: int, batch: Mapping) -> np.ndarray:
+    """On the host, what a batch looks up, [B, K] of all features side by side: the ids of records,
+    or of n-grams."""
+    if IDS in batch:
+        ids_BTI = batch[IDS]
+    else:
+        found = ngrams(ngram_orders, ngram_rows, batch["tokens"], batch["positions"], xp=np)
+        ids_BTI = np.stack(list(found.values()), axis=2)
+    return ids_BTI.transpose(0, 2, 1).reshape(len(ids_BTI), -1)
+
+
+def with_slots(batch: Mapping, slots_BK: np.ndarray) -> dict:
+    """The batch with what devices look up, int32 [B, T, I]: K = I T."""
+    B, T = batch["tokens"].shape
+    slots_BTI = slots_BK.reshape(B, -1, T).transpose(0, 2, 1)
+    return dict(batch) | {IDS: np.ascontiguousarray(slots_BTI)}
+
+
+def slots_by_feature(tables: Tables, batch: Mapping) -> dict[str, jax.Array]:
+    """What a batch looks up, int32 [B, T] by feature, where the host has said so."""
+    return {one.name: batch[IDS][..., at] for at, one in enumerate(tables.features)}
+
+
 def ngrams(
-    orders: tuple[int, ...], rows: int, tokens_BT: jax.Array, positions_BT: jax.Array
-) -> dict[str, jax.Array]:
+    orders: tuple[int, ...], rows: int, tokens_BT: Any, positions_BT: Any, xp: Any = jnp
+) -> dict[str, Any]:
     """By table, the id of the last tokens up to each position, int32 [B, T], hashed to so many
     rows; -1 where a document has not as many tokens yet."""
     found = {}
     for order in orders:
-        bits = jnp.full_like(tokens_BT, order).astype(jnp.uint32)
+        bits = xp.full_like(tokens_BT, order).astype(xp.uint32)
         for back in range(order):
-            before = jnp.pad(tokens_BT, ((0, 0), (back, 0)))[:, : tokens_BT.shape[1]]
-            bits = numbers.mixed(bits * jnp.uint32(0x01000193) ^ before.astype(jnp.uint32), jnp)
-        ids = (bits % jnp.uint32(rows)).astype(jnp.int32)
-        found[ngram_name(order)] = jnp.where(positions_BT >= order - 1, ids, -1)
+            before = xp.pad(tokens_BT, ((0, 0), (back, 0)))[:, : tokens_BT.shape[1]]
+            bits = numbers.mixed(bits * xp.uint32(0x01000193) ^ before.astype(xp.uint32), xp)
+        ids = (bits % xp.uint32(rows)).astype(xp.int32)
+        found[ngram_name(order)] = xp.where(positions_BT >= order - 1, ids, -1)
     return found

@@ -368,6 +368,9 @@ class TrainingLoss:
         arrays = {name: (tuple(shape), dtype) for name, dtype in BATCH_DTYPES.items()}
         for name, (size, dtype) in self.apply.batch_arrays.items():
             arrays[name] = ((*shape, size), dtype)
+        if (tables := self.execution.tables) is not None and tables.virtual:
+            columns = sum(feature.columns for feature in tables.features)
+            arrays[looked_up.IDS] = ((*shape, columns // shape[1]), "int32")
         if (distilled := self.execution.distilled) is not None:
             arrays |= distilled.arrays(tuple(shape))
         arrays |= {own: arrays[name] for name, own in self.read_ahead.items()}

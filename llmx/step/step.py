@@ -113,7 +113,16 @@ class Recipe:
         )  # fmt: skip
 
     def saved(self, state: State) -> State:
-        """What a checkpoint holds of a state: all but a teacher, which is read where it is."""
+        """What a checkpoint holds of a state: all but a teacher, which is read where it is, and
+        what constraints keep elsewhere."""
+        state = self._without_teacher(state)
+        own = {
+            name: each.saved(state.extra[name])
+            for name, each in self.constraints.items() if each.saved
+        }  # fmt: skip
+        return state._replace(extra=dict(state.extra) | own) if own else state
+
+    def _without_teacher(self, state: State) -> State:
         return state if self.loss.teacher is None else state._replace(frozen=())
 
     @property
@@ -134,7 +143,7 @@ class Recipe:
 
     def init(self, seed: int) -> State:
         """A new state, every array born with its sharding; without a teacher, see `saved`."""
-        abstract = self.saved(self.abstract)
+        abstract = self._without_teacher(self.abstract)
 
         def make() -> State:
             params = apply_lib.init_parameters(self.model, seed)

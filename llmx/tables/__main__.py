@@ -62,6 +62,17 @@ def export(args: argparse.Namespace) -> str:
     tables, features = table_checks.tables_of(run), table_checks.features_of(run)
     if not tables:
         raise ValueError(f"{args.workdir} is a run without sparse tables: it has nothing to export")
+    if run.tables.cache_rows:
+        raise ValueError(
+            f"{args.workdir} has tables.cache_rows={run.tables.cache_rows}: rows that are on the "
+            "host by ids without a bound have no export; train without a cache, or read "
+            "checkpoints/STEP/host_rows"
+        )
+    if double := [one.name for one in features if one.hashes > 1]:
+        raise ValueError(
+            f"{args.workdir}: features {', '.join(double[:3])} have two rows for each id "
+            "(data.records.ids='double'), which exports do not: use data.records.ids='rows'"
+        )
     slots = dict(row_optimizers.make(run.tables).slots)
     saved = saved_tables.open_saved(
         workdir, tables, features, slots=slots, step=args.step, log=launch.log

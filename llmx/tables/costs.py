@@ -44,7 +44,7 @@ def of(
     rows = optimizer = looked_up = 0
     lanes = {"ids": 0, "rows": 0, "gradients": 0}  # numbers in what goes to another device
     for group in groups:
-        num_ids = records * sum(feature.length for feature, _ in group.lookups(features))
+        num_ids = records * sum(feature.columns for feature, _ in group.lookups(features))
         rows += NUMBER * group.slots * group.width
         kept = sum(group.width if each else 1 for each in slots.values())
         optimizer += NUMBER * group.slots * kept

@@ -22,10 +22,15 @@ def mixed(x: Any, xp: Any) -> Any:
 
 
 def uniform(seed: Any, table: Any, ids_R: Any, columns_W: Any, xp: Any = np) -> Any:
-    """Numbers in [-1, 1), fp32 [R, W], of rows and columns of a table (its number). `seed`: of 32
-    bits."""
-    start = mixed(xp.asarray(seed, xp.uint32) + xp.asarray(table, xp.uint32), xp)
-    rows_R = mixed(xp.asarray(ids_R).astype(xp.uint32) * xp.uint32(_GOLDEN) + start, xp)
+    """Numbers in [-1, 1), fp32 [R, W], of rows and columns of a table (its number, or one of each
+    row). `seed`: of 32 bits. Ids of 64 bits need NumPy; two of them may have the same numbers."""
+    start = xp.asarray(seed, xp.uint32) + xp.asarray(table, xp.uint32)
+    start = mixed(xp.atleast_1d(start), xp)
+    ids_R = xp.asarray(ids_R)
+    rows_R = mixed(ids_R.astype(xp.uint32) * xp.uint32(_GOLDEN) + start, xp)
+    if ids_R.dtype.itemsize > 4:
+        high_R = (ids_R >> ids_R.dtype.type(32)).astype(xp.uint32)
+        rows_R = xp.where(high_R == 0, rows_R, mixed(rows_R ^ high_R * xp.uint32(_GOLDEN), xp))
     columns_W = xp.asarray(columns_W).astype(xp.uint32) + xp.uint32(1)
     bits_RW = mixed(rows_R[:, None] ^ (columns_W * xp.uint32(_GOLDEN))[None, :], xp)
     # 24 bits are what a number of fp32 holds.

@@ -62,7 +62,7 @@ def placed(tables: Sequence[Table], features: Sequence[Feature], devices: int) -
     """The groups. Raises ValueError for widths that do not divide, and for too many rows."""
     looked_up = {table.name: 0 for table in tables}
     for feature in features:
-        looked_up[feature.table] += feature.length
+        looked_up[feature.table] += feature.columns
     by_width: dict[int, list[tuple[int, Table, tuple[int, int]]]] = {}
     for number, table in enumerate(tables):
         ways = devices if table.split == "columns" else 1

@@ -35,7 +35,15 @@ from llmx.tables.config import Feature, Table, TablesConfig
 from llmx.tables.placement import Group
 from llmx.tables.row_optimizers import RowOptimizer
 
-Ids = Mapping[str, Any]  # by feature, int32 [B, L]; -1 = none
+Ids = Mapping[str, Any]  # by feature, int32 [B, L x hashes]; -1 = none
+
+
+class Virtual(NamedTuple):
+    """Tables of which the host has the rows: `tables.cached`."""
+
+    tables: tuple[Table, ...]
+    features: tuple[Feature, ...]
+    seed: int
 
 
 class TablesState(NamedTuple):
@@ -84,6 +92,7 @@ class Tables:
     all_axes: tuple[str, ...]  # with those of size 1
     groups: Mapping[str, Group]
     optimizer: RowOptimizer
+    virtual: Virtual | None = None  # what they are a cache of; ids are slots of it then
     local_axes: tuple[str, ...] = ()  # along which rows are local views, see `per_replica`
 
     # ------------------------------------------------------------------------------------ state
@@ -144,7 +153,7 @@ class Tables:
         """Shapes with shardings of the rows that so many records look up, by width."""
         to, found = NamedSharding(self.mesh, self.split), {}
         for key, group in self.groups.items():
-            columns = sum(feature.length for feature, _ in group.lookups(self.features))
+            columns = sum(feature.columns for feature, _ in group.lookups(self.features))
             shape = (num_records * columns, group.width)
             found[key] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=to)
         return found
@@ -207,7 +216,7 @@ class Tables:
         passed = {key: slots[DECAYED] for key, slots in state.slots.items() if DECAYED in slots}
         one, by_key = PartitionSpec(), dict.fromkeys(self.groups, self.split)
         plan = dict.fromkeys(self.groups, Plan(self.split, self.split, self.split, one))
-        found = self._region(
+        found = self.region(
             self._take, (self.split, self.split, one, self.split), (by_key, plan, self.split)
         )(state.rows, passed, state.decay, each)
         return Taken(*found)
@@ -297,7 +306,8 @@ class Tables:
         ]  # fmt: skip
         return sum(each).reshape(1)
 
-    def _region(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    def region(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        """`function`, which is the text of one device."""
         return local_view.manual(
             self.mesh, self.local_axes, function, in_specs=in_specs, out_specs=out_specs
         )
@@ -317,7 +327,7 @@ class Tables:
             lookups = group.lookups(self.features)
             names = [feature.name for feature, _ in lookups]
             own = {name: weights[name] for name in dict.fromkeys(names) if name in weights}
-            combined = self._region(
+            combined = self.region(
                 functools.partial(self._combine, lookups), (self.split,) * 4, self.split
             )(rows[key], plan[key].place_BK, plan[key].present_BK, own)
             for name, array in zip(names, combined, strict=True):
@@ -331,9 +341,14 @@ class Tables:
         rows_BKW = rows_UW[place_BK]
         found, first = [], 0
         for feature, _ in lookups:
-            end = first + feature.length
+            end = first + feature.columns
             of_feature, there = rows_BKW[:, first:end], present_BK[:, first:end, None]
             first = end
+            if feature.hashes > 1:
+                # An id has all of its rows, or none.
+                shape = (len(of_feature), feature.length, feature.hashes, -1)
+                of_feature = of_feature.reshape(shape) * there.reshape(shape)
+                of_feature, there = of_feature.sum(axis=2), there.reshape(shape)[:, :, 0]
             scale = there.astype(rows_UW.dtype)
             if feature.name in weights:
                 scale = scale * weights[feature.name][..., None]
@@ -369,7 +384,7 @@ class Tables:
         one, by_key = PartitionSpec(), dict.fromkeys(self.groups, self.split)
         asked = {key: plan.rows_U for key, plan in taken.plan.items()}
         rounds = next(iter(taken.plan.values())).rounds
-        rows, slots = self._region(
+        rows, slots = self.region(
             self._update, (self.split,) * 4 + (one,) * 4, (by_key, self.split),
         )(
             state.rows, state.slots, asked, dict(gradients), rounds, rate, accepted,
@@ -446,13 +461,16 @@ class Tables:
 
     def relaid(self, saved: Any, sizes: Mapping[str, int], split: str = "") -> TablesState:
         """A state that was saved on a mesh of other sizes, or with another `split` of all tables,
-        as it is here; itself, if that is the same. Numbers stay what they are, bit for bit.
+        as it is here; itself, if that is the same. Numbers stay what they are, bit for bit. A cache
+        is empty.
 
         saved: a state, or its arrays by path where its shapes are others. Raises ValueError where
         it is another optimizer's.
         """
         if isinstance(saved, TablesState) and not self.is_moved(sizes, split):
             return saved
+        if self.virtual:
+            return self.emptied(saved)
         devices, were = self._on(sizes, split)
         state = jax.device_get(by_path(saved))
         kept = {name for of_group in state.slots.values() for name in of_group}
@@ -467,6 +485,13 @@ class Tables:
         slots = self.optimizer.slots
         held = by_id.of_state(state, were, self.features, devices, slots=slots, due=due)
         return self.filled(held, tuple(kept & self._slots.keys()), 0.0 if due else state.decay)
+
+    def emptied(self, saved: Any) -> TablesState:
+        """A cache without rows, with the decay of a state or its arrays by path."""
+        decay = saved.decay if isinstance(saved, TablesState) else saved["decay"]
+        zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)  # noqa: E731
+        rows, slots = jax.tree.map(zeros, (self.abstract.rows, self.abstract.slots))
+        return TablesState(rows, slots, jax.device_put(decay, self.abstract.decay.sharding))
 
     def filled(self, source: Source, slots: Sequence[str], decay: Any = 0.0) -> TablesState:
         """The state of rows by id, and of what optimizers keep in `slots`; others are new. Each
@@ -496,8 +521,9 @@ class Tables:
         )  # fmt: skip
 
     def is_moved(self, sizes: Mapping[str, int], split: str = "") -> bool:
-        """Whether rows are elsewhere on a mesh of these sizes, or with this `split`."""
-        return self._on(sizes, split) != (self.devices, self.tables)
+        """Whether rows are elsewhere on a mesh of these sizes, or with this `split`; a checkpoint
+        has none of a cache."""
+        return bool(self.virtual) or self._on(sizes, split) != (self.devices, self.tables)
 
     def problems_of(self, ids: Mapping[str, np.ndarray], first_record: int = 0) -> Iterator[str]:
         """Ids on the host that a table does not have."""

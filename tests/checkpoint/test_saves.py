@@ -278,6 +278,25 @@ def test_a_full_disk_is_free_again_when_the_save_has_failed(small_disk):
     assert names(small_disk / "c") == ["12", "4"]
 
 
+def test_what_is_written_beside_arrays_is_of_the_checkpoint_or_nothing_is(tmp_path):
+    def beside(folder):
+        (folder / "more").mkdir()
+        (folder / "more/rows").write_text("rows")
+        if len(written) == 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written.append(folder)
+
+    written, log = [], []
+    with opened(tmp_path, log=log.append) as checkpoints:
+        checkpoints.save(1, state_of(1), meta={}, beside=beside)
+        assert written[0].name.startswith("1.")  # before it returns, and before the commit
+        checkpoints.wait()
+        checkpoints.save(2, state_of(2), meta={}, beside=beside)
+        checkpoints.wait()
+    assert names(tmp_path) == ["1"] and (tmp_path / "1/more/rows").read_text() == "rows"
+    assert "the checkpoint of step 2 was not written: the disk is full" in "".join(log)
+
+
 def test_a_directory_that_has_vanished_is_made_anew_saying_so(tmp_path):
     said = []
     with opened(tmp_path / "c", said.append) as checkpoints:

@@ -359,3 +359,45 @@ def test_columns_that_do_not_divide_are_an_error():
         tables_lib.make((table,), (Feature("x", "a"),), config, mesh_of(2))
     with pytest.raises(ValueError, match=r"goes not with .*row_adagrad"):
         tables_lib.make((table,), (Feature("x", "a"),), TablesConfig(), mesh_of(2))
+
+
+def test_two_rows_of_an_id_are_added_up_first():
+    """As a dense table gives them, in value and gradient; on two devices."""
+    rng, mesh = np.random.default_rng(0), mesh_of(2)
+    names = ("sum", "mean", "max", "none")
+    features = [Feature(name, "a", 3, name, hashes=2) for name in names]
+    tables = tables_lib.make([Table("a", 20, 4)], features, TablesConfig(), mesh)
+    ids = rng.integers(0, 20, (4, 3, 2))
+    ids[rng.random((4, 3)) < 0.4] = -1
+    there_B3, to = ids[..., 0] >= 0, NamedSharding(mesh, tables.split)
+
+    def dense(whole):
+        pairs = whole[jnp.maximum(ids, 0)].sum(axis=2) * there_B3[..., None]
+        most = jnp.where(there_B3[..., None], pairs, -jnp.inf).max(axis=1)
+        count = jnp.maximum(there_B3.sum(axis=1), 1)[:, None]
+        return {
+            "sum": pairs.sum(axis=1), "mean": pairs.sum(axis=1) / count, "none": pairs,
+            "max": jnp.where(there_B3.any(axis=1)[:, None], most, 0.0),
+        }  # fmt: skip
+
+    def step(state, at):
+        taken = tables.take(state, dict.fromkeys(names, at))
+
+        def loss(rows):
+            arrays = tables.combine(rows, taken.plan)
+            arrays = jax.tree.map(lambda x: jax.sharding.reshard(x, PartitionSpec()), arrays)
+            return loss_of(arrays), arrays
+
+        gradients, arrays = jax.grad(loss, has_aux=True)(taken.rows)
+        return arrays, tables.update(state, taken, gradients, rate=RATE)
+
+    with jax.set_mesh(mesh):
+        state = tables.init(0)
+        at = jax.device_put(ids.reshape(4, 6).astype(np.int32), to)
+        found, new = jax.jit(step)(state, at)
+    before = jnp.asarray(tables.table(state, "a"))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **EXACT), found, dense(before))
+    gradient = jax.grad(lambda whole: loss_of(dense(whole)))(before)
+    total = tables.config.initial_square + jnp.mean(gradient**2, axis=1, keepdims=True)
+    after = before - RATE * gradient / (jnp.sqrt(total) + tables.config.eps)
+    np.testing.assert_allclose(tables.table(new, "a"), after, rtol=1e-5, atol=1e-6)

@@ -36,6 +36,9 @@ def make_parser() -> argparse.ArgumentParser:
         "weights of its ids in COLUMN; NAME@TABLE has the ids of TABLE")
     add("--rows", type=int, default=1_000_000, metavar="N",
         help="ids are below N; texts are hashed to as many (1000000)")
+    add("--ids", default="rows", choices=schema.KINDS,
+        help="what an id is, as data.records.ids: a row below N, two such rows by two hashes, or "
+        "64 bits (rows)")
     add("--skip-bad", action="store_true", help="leave malformed lines out, counted")
     add("--overwrite", action="store_true", help="discard what an earlier run left in DIR")
     add("--verify", metavar="DIR", help="check every checksum of finished shards, write nothing")
@@ -98,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = make_parser().parse_args(argv)
     config = config_lib.RecordsConfig(
         label=arguments.label, dense=tuple(arguments.dense), features=tuple(arguments.features),
-        rows=arguments.rows,
+        rows=arguments.rows, ids=arguments.ids,
     )  # fmt: skip
     try:
         if arguments.verify:

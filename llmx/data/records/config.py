@@ -18,6 +18,10 @@ class RecordsConfig:
     # lists of up to LENGTH ids; "NAME@TABLE" has the ids of TABLE: "history:50@item"; "NAME*COLUMN"
     # has the weights of its ids in COLUMN: "history:50*seconds@item"
     features: tuple[str, ...] = schema_lib.CRITEO_FEATURES
+    # "rows": an id is a row of its table, below data.records.rows; a text is hashed to one.
+    # "double": any whole number or text is two such rows, by two hashes, which are added up.
+    # "exact": 64 bits, as they are or the hash of a text, which needs tables.cache_rows
+    ids: str = dataclasses.field(default="rows", metadata={"choices": schema_lib.KINDS})
     # Ids of a feature are below this; texts are hashed to as many.
     rows: int = dataclasses.field(
         default=1_000_000, metadata={"limits": {"at least": 1, "at most": schema_lib.MAX_ROWS}}
@@ -26,8 +30,9 @@ class RecordsConfig:
 
 def schema_of(config: RecordsConfig) -> Schema:
     """The columns of files. Raises ValueError for names that are none."""
-    features = (schema_lib.parse_feature(text, config.rows) for text in config.features)
-    return Schema(tuple(config.dense), tuple(features))
+    parse = schema_lib.parse_feature
+    features = tuple(parse(text, config.rows, config.ids) for text in config.features)
+    return Schema(tuple(config.dense), features)
 
 
 def problems(config: RecordsConfig) -> Iterator[str]:

@@ -30,7 +30,7 @@ def empty_batch(num_rows: int, schema: Schema) -> dict[str, np.ndarray]:
     "id_weights" [B, 1, J]; weights are 0."""
     arrays = {
         DENSE: np.zeros((num_rows, 1, len(schema.dense)), np.float32),
-        IDS: np.full((num_rows, 1, schema.num_ids), NONE, np.int32),
+        IDS: np.full((num_rows, 1, schema.num_ids), NONE, schema.ids_dtype),
     }
     if schema.num_weights:
         arrays[ID_WEIGHTS] = np.zeros((num_rows, 1, schema.num_weights), np.float32)

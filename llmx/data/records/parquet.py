@@ -79,7 +79,7 @@ def _chunk(batch: Any, path: str, schema: Schema, label: str, first: int) -> Chu
     dense = np.zeros((len(batch), len(schema.dense)), np.float32)
     for at, name in enumerate(schema.dense):
         dense[:, at] = _numbers(batch.column(name), name, place, first)
-    ids = np.full((len(batch), schema.num_ids), NONE, np.int32)
+    ids = np.full((len(batch), schema.num_ids), NONE, schema.ids_dtype)
     for feature in schema.features:
         ids[:, schema.slices[feature.name]] = _ids(
             batch.column(feature.name), feature, place, first
@@ -138,15 +138,16 @@ def _numbers(column: Any, name: str, place: str, first: int) -> np.ndarray:
 
 
 def _ids(column: Any, feature: Feature, place: str, first: int) -> np.ndarray:
-    """Ids [B, length] of a column of values or of lists of them."""
+    """Ids [B, length x hashes] of a column of values or of lists of them."""
     import pyarrow
 
     kind = column.type
     is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
+    shape = (len(column), feature.length, feature.hashes)
+    found = np.full(shape, NONE, np.int32 if feature.rows else np.int64)
     if not is_list:
-        found = np.full((len(column), feature.length), NONE, np.int32)
         found[:, 0] = _flat_ids(column, feature, place, first, None)
-        return found
+        return found.reshape(len(found), -1)
     lengths = column.value_lengths().fill_null(0).to_numpy()
     if len(lengths) and lengths.max() > feature.length:
         at = int(np.argmax(lengths))
@@ -158,9 +159,8 @@ def _ids(column: Any, feature: Feature, place: str, first: int) -> np.ndarray:
     records = np.repeat(np.arange(len(column)), lengths)
     ends = np.cumsum(lengths)
     positions = np.arange(len(records)) - np.repeat(ends - lengths, lengths)
-    found = np.full((len(column), feature.length), NONE, np.int32)
     found[records, positions] = _flat_ids(column.flatten(), feature, place, first, records)
-    return found
+    return found.reshape(len(found), -1)
 
 
 def _weights(column: Any, ids: Any, feature: Feature, place: str, first: int) -> np.ndarray:
@@ -205,7 +205,7 @@ def _weights(column: Any, ids: Any, feature: Feature, place: str, first: int) ->
 def _flat_ids(
     column: Any, feature: Feature, place: str, first: int, records: np.ndarray | None
 ) -> np.ndarray:
-    """Ids of values; `records`: the record of each, by default its own."""
+    """Ids of values, [n, hashes]; `records`: the record of each, by default its own."""
     import pyarrow
 
     kind = column.type
@@ -213,7 +213,7 @@ def _flat_ids(
         column = column.dictionary_decode()
         kind = column.type
     if pyarrow.types.is_null(kind):
-        return np.full(len(column), NONE, np.int32)
+        return np.full((len(column), feature.hashes), NONE, np.int32)
     if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):
         return _hashed(column, feature, place, first, records)
     if not pyarrow.types.is_integer(kind):
@@ -223,15 +223,17 @@ def _flat_ids(
         )
     valid = column.is_valid().to_numpy(zero_copy_only=False)
     values = column.fill_null(0).to_numpy()
-    if (wrong := valid & ((values < 0) | (values >= feature.rows))).any():
+    if feature.hashes > 1:
+        return np.where(valid[:, None], hashing.of_numbers(values, feature), NONE)
+    if (wrong := valid & ((values < 0) | (values >= (feature.rows or 2**63)))).any():
         at = int(np.argmax(wrong))
         record = first + (at if records is None else int(records[at]))
+        more = f"raise data.records.rows={feature.rows}, or " if feature.rows else ""
         raise ValueError(
             f"{place.format(record, feature.name)} is the id {values[at]}, and the feature has ids "
-            f"from 0 to {feature.rows - 1}: raise data.records.rows={feature.rows}, or write it as "
-            "text, which is hashed"
+            f"from 0 to {(feature.rows or 2**63) - 1}: {more}write it as text, which is hashed"
         )
-    return np.where(valid, values.astype(np.int32), NONE)
+    return np.where(valid, values.astype(np.int32 if feature.rows else np.int64), NONE)[:, None]
 
 
 def _hashed(
@@ -253,7 +255,8 @@ def _hashed(
         )
     texts = encoded.dictionary.cast(pyarrow.binary()).to_pylist() or [b""]
     texts = np.array(texts, dtype=bytes)
-    found = hashing.rows_of(texts, feature.table_name, feature.rows)
+    found = hashing.of_texts(texts, feature)
     found[texts == b""] = NONE  # a blank
     positions = encoded.indices.fill_null(0).to_numpy()
-    return np.where(column.is_valid().to_numpy(zero_copy_only=False), found[positions], NONE)
+    there = column.is_valid().to_numpy(zero_copy_only=False)
+    return np.where(there[:, None], found[positions], NONE)

@@ -16,7 +16,9 @@ import numpy as np
 from llmx.data import json_files
 
 NONE = -1  # in `ids`: no id
-MAX_ROWS = 2**31 - 1  # ids are int32
+MAX_ROWS = 2**31 - 1  # ids are int32, but for those of 64 bits
+# What an id is: a row below `rows`; two such rows, by two hashes; or 64 bits as they are
+KINDS = ("rows", "double", "exact")
 MAX_LENGTH = 1 << 16
 MAX_COLUMNS = 1 << 16
 # Names of the columns of Criteo's display advertising challenge, in the order of its lines.
@@ -32,20 +34,29 @@ class Chunk(NamedTuple):
 
     labels: np.ndarray  # uint8 [B], 1 = clicked
     dense: np.ndarray  # fp32 [B, F]
-    ids: np.ndarray  # int32 [B, I], NONE where there is no id
+    ids: np.ndarray  # int32 [B, I], or int64 (`Schema.ids_dtype`); NONE where there is no id
     weights: np.ndarray  # fp32 [B, J], 0 where there is no id
 
 
 @dataclasses.dataclass(frozen=True)
 class Feature:
     """One feature: up to `length` ids, each below `rows`. Features of one `table` have the same
-    ids, as the item of a record and those of its history."""
+    ids, as the item of a record and those of its history.
+
+    rows: 0 = ids have 64 bits. hashes: 2 = each id is two rows, side by side.
+    """
 
     name: str
     rows: int
     length: int = 1
     table: str = ""  # "" = one by the feature's own name
     weights: str = ""  # the column of its ids' weights; "" = they have none
+    hashes: int = 1
+
+    @property
+    def columns(self) -> int:
+        """Of `ids`."""
+        return self.length * self.hashes
 
     @property
     def table_name(self) -> str:
@@ -76,7 +87,12 @@ class Schema:
 
     @property
     def num_ids(self) -> int:
-        return sum(feature.length for feature in self.features)
+        return sum(feature.columns for feature in self.features)
+
+    @property
+    def ids_dtype(self) -> np.dtype:
+        """Of ids in memory."""
+        return np.dtype(np.int32 if all(one.rows for one in self.features) else np.int64)
 
     @property
     def num_weights(self) -> int:
@@ -88,7 +104,8 @@ class Schema:
         columns = collections.defaultdict(list)
         for feature in self.features:
             where = self.slices[feature.name]
-            columns[np.min_scalar_type(feature.rows).str] += range(where.start, where.stop)
+            kind = np.min_scalar_type(feature.rows) if feature.rows else np.dtype("<u8")
+            columns[kind.str] += range(where.start, where.stop)
         return {kind: np.array(found) for kind, found in sorted(columns.items())}
 
     @functools.cached_property
@@ -111,21 +128,23 @@ class Schema:
 
     def unpack(self, packed: np.ndarray) -> Chunk:
         """The reverse of `pack`."""
-        ids = np.empty((len(packed), self.num_ids), np.int32)
+        ids = np.empty((len(packed), self.num_ids), self.ids_dtype)
         for kind, columns in self._by_type.items():
-            ids[:, columns] = packed[f"ids{kind}"].astype(np.int32) - 1
+            ids[:, columns] = packed[f"ids{kind}"].astype(self.ids_dtype) - 1
         weights = packed["weights"].copy() if self.num_weights else no_weights(len(packed))
         return Chunk(packed["label"].copy(), packed["dense"].copy(), ids, weights)
 
     def as_json(self) -> dict[str, Any]:
         return {
             "dense": list(self.dense),
-            # As before there were weights, where there are none.
-            "features": [
-                [one.name, one.rows, one.length, one.table, *([one.weights] if one.weights else [])]
-                for one in self.features
-            ],
+            "features": [_as_list(one) for one in self.features],
         }
+
+
+def _as_list(feature: Feature) -> list:
+    """Without defaults at the end: as before there were weights and second hashes."""
+    found = [*dataclasses.astuple(feature)]
+    return found[: 6 if feature.hashes > 1 else 5 if feature.weights else 4]
 
 
 def from_json(value: Any) -> Schema:
@@ -137,9 +156,10 @@ def from_json(value: Any) -> Schema:
     if not isinstance(dense, list) or not all(isinstance(name, str) for name in dense):
         raise ValueError(f"the schema's dense is {json_files.shown(dense)}, not a list of names")
     right = isinstance(features, list) and all(
-        isinstance(one, list) and len(one) in (4, 5)
-        and all(isinstance(name, str) for name in (one[0], *one[3:]))
-        and json_files.is_whole(one[1], 1, MAX_ROWS)
+        isinstance(one, list) and 4 <= len(one) <= 6
+        and all(isinstance(name, str) for name in (one[0], *one[3:5]))
+        and json_files.is_whole(one[1], 0, MAX_ROWS)
+        and json_files.is_whole((one[5:] or [1])[0], 1, 2)
         and json_files.is_whole(one[2], 1, MAX_LENGTH)
         for one in features
     )  # fmt: skip
@@ -151,8 +171,8 @@ def from_json(value: Any) -> Schema:
     return found
 
 
-def parse_feature(text: str, rows: int) -> Feature:
-    """The feature of an entry of `data.records.features`."""
+def parse_feature(text: str, rows: int, kind: str = "rows") -> Feature:
+    """The feature of an entry of `data.records.features`; `kind`: of its ids, one of KINDS."""
     found = _FEATURE.fullmatch(text)
     if not found or not 1 <= int(found["length"] or 1) <= MAX_LENGTH:
         raise ValueError(
@@ -162,8 +182,9 @@ def parse_feature(text: str, rows: int) -> Feature:
             "table"
         )
     return Feature(
-        found["name"], rows, int(found["length"] or 1), found["table"] or "", found["weights"] or ""
-    )
+        found["name"], 0 if kind == "exact" else rows, int(found["length"] or 1),
+        found["table"] or "", found["weights"] or "", 2 if kind == "double" else 1,
+    )  # fmt: skip
 
 
 def problems(schema: Schema) -> Iterator[str]:
@@ -176,6 +197,11 @@ def problems(schema: Schema) -> Iterator[str]:
     if not schema.features:
         yield "data.records.features: a record has no features: name at least one"
     for feature in schema.features:
+        if feature.hashes > 1 and not feature.rows:
+            yield (
+                f"data.records: the feature {feature.name!r} has two hashes of ids of 64 bits: "
+                "give it rows, or one hash"
+            )
         if schema.tables[feature.table_name] != feature.rows:
             yield (
                 f"data.records.features: those of the table {feature.table_name!r} have different "

@@ -17,7 +17,7 @@ import numpy as np
 
 from llmx.data import opening
 from llmx.data.records import hashing
-from llmx.data.records.schema import NONE, Chunk, Schema, no_weights
+from llmx.data.records.schema import NONE, Chunk, Feature, Schema, no_weights
 
 BLOCK_BYTES = 8 << 20
 MAX_LINE_BYTES = 1 << 20
@@ -128,10 +128,9 @@ def _parse(schema: Schema, block: bytes) -> Chunk:
     dense = np.zeros((len(labels), len(schema.dense)), np.float32)
     for at, column in enumerate(rest[: len(schema.dense)]):
         dense[:, at] = of_counts(column.fill_null(0).to_numpy())
-    ids = np.empty((len(labels), schema.num_ids), np.int32)
-    for at, column in enumerate(rest[len(schema.dense) :]):
-        feature = schema.features[at]
-        ids[:, at] = of_categories(column, feature.table_name, feature.rows)
+    ids = np.empty((len(labels), schema.num_ids), schema.ids_dtype)
+    for feature, column in zip(schema.features, rest[len(schema.dense) :], strict=True):
+        ids[:, schema.slices[feature.name]] = of_categories(column, feature)
     return Chunk(labels.to_numpy().astype(np.uint8), dense, ids, no_weights(len(ids)))
 
 
@@ -140,8 +139,8 @@ def of_counts(numbers: np.ndarray) -> np.ndarray:
     return np.log1p(np.maximum(numbers, 0).astype(np.float64)).astype(np.float32)
 
 
-def of_categories(column: Any, name: str, rows: int) -> np.ndarray:
-    """The rows of a column of hexadecimal categories, NONE for blanks."""
+def of_categories(column: Any, feature: Feature) -> np.ndarray:
+    """The ids of a column of hexadecimal categories, [B, hashes], NONE for blanks."""
     encoded = column.dictionary_encode()
     texts = np.array(encoded.dictionary.to_pylist() or [b""], dtype=bytes)
     bytes_nw = texts.view(np.uint8).reshape(len(texts), -1)
@@ -149,9 +148,10 @@ def of_categories(column: Any, name: str, rows: int) -> np.ndarray:
     inside = np.arange(bytes_nw.shape[1]) < lengths[:, None]
     if lengths.max() > 8 or not (_IS_HEX[bytes_nw] | ~inside).all():
         raise _Refused
-    found = hashing.rows_of(texts, name, rows)
+    found = hashing.of_texts(texts, feature)
     positions = encoded.indices.fill_null(0).to_numpy()
-    return np.where(encoded.is_valid().to_numpy(zero_copy_only=False), found[positions], NONE)
+    there = encoded.is_valid().to_numpy(zero_copy_only=False)
+    return np.where(there[:, None], found[positions], NONE)
 
 
 def _good_lines(reader: _Lines, block: bytes, lines: int) -> list[bytes]:
@@ -205,6 +205,6 @@ def _empty(schema: Schema) -> Chunk:
     return Chunk(
         np.zeros(0, np.uint8),
         np.zeros((0, len(schema.dense)), np.float32),
-        np.zeros((0, schema.num_ids), np.int32),
+        np.zeros((0, schema.num_ids), schema.ids_dtype),
         no_weights(0),
     )

@@ -23,7 +23,7 @@ from llmx.model.own import into_buffers
 from llmx.model.recommender import recommender
 from llmx.tables.tables import Plan, Tables
 
-DENSE, IDS, ID_WEIGHTS = "dense", "ids", "id_weights"  # of a batch
+DENSE, IDS, ID_WEIGHTS = "dense", looked_up.IDS, "id_weights"  # of a batch
 
 
 def _made(model: ModelConfig) -> recommender.Recommender:
@@ -61,8 +61,8 @@ class Apply:
         """What a batch looks up, int32 [B, L] by feature: ids lie in the order of the features."""
         ids_BI, found, first = batch[IDS][:, 0], {}, 0
         for feature in tables.features:
-            found[feature.name] = ids_BI[:, first : first + feature.length]
-            first += feature.length
+            found[feature.name] = ids_BI[:, first : first + feature.columns]
+            first += feature.columns
         return found
 
     def losses(
@@ -127,9 +127,9 @@ class Apply:
         for key, group in tables.groups.items():
             first = 0
             for feature, _ in group.lookups(tables.features):
-                end = first + feature.length
+                end = first + feature.columns
                 if feature.combine == "none":
-                    found[feature.name] = plan[key].present_BK[:, first:end]
+                    found[feature.name] = plan[key].present_BK[:, first : end : feature.hashes]
                 first = end
         return found
 

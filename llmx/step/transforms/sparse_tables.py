@@ -38,6 +38,10 @@ def constraints(
             state, rows.taken, rows.tree, rate=rate_of(before), accepted=accepted
         )  # fmt: skip
 
+    def decay_only(state: TablesState) -> TablesState:
+        """The rows of a cache are those of the host, which has files of its own."""
+        return state._replace(rows={}, slots={})
+
     def came(state: TablesState, before: State, found: Gradients, accepted) -> TablesState:
         return found.rows.tables
 
@@ -55,7 +59,8 @@ def constraints(
         TABLES: Constraint(
             abstract=tables.abstract, init=lambda params: tables.new(seed),
             after=came if loss.read_ahead else at_once,
-            relaid=lambda saved, meta: tables.relaid(saved, *were(meta)), **moving, **_PASSIVE,
+            relaid=lambda saved, meta: tables.relaid(saved, *were(meta)), **moving,
+            saved=decay_only if tables.virtual else None, **_PASSIVE,
         )
     }  # fmt: skip
     if not loss.read_ahead:

@@ -2,6 +2,7 @@
 
 import collections
 import gzip
+import json
 
 import numpy as np
 import pyarrow as pa
@@ -291,15 +292,63 @@ def test_missing_columns_and_damaged_files_are_errors(tmp_path):
 
 def test_rows_of_texts_are_spread_evenly_and_apart_by_table():
     texts = np.array([f"{number:x}".encode() for number in range(20_000)])
-    rows = hashing.rows_of(texts, "C1", 100)
+    rows = hashing.of_texts(texts, Feature("C1", 100))[:, 0]
     assert rows.dtype == np.int32 and rows.min() == 0 and rows.max() == 99
     counts = np.bincount(rows, minlength=100)
     assert np.sum((counts - 200.0) ** 2 / 200) < 160  # chi-squared of 99 degrees: 5 sigma
-    assert 100 < (rows == hashing.rows_of(texts, "C2", 100)).sum() < 300
-    largest = hashing.rows_of(texts, "C1", schema_lib.MAX_ROWS)
+    assert 100 < (rows == hashing.of_texts(texts, Feature("C2", 100))[:, 0]).sum() < 300
+    largest = hashing.of_texts(texts, Feature("C1", schema_lib.MAX_ROWS))
     assert largest.min() >= 0 and len(np.unique(largest)) > 19_990
     expected = [fnv_row(text, "C1", 100) for text in texts[:50].tolist()]
     assert rows[:50].tolist() == expected
+
+
+def test_two_hashes_tell_apart_what_one_does_not():
+    """Of 300 texts in 100 rows most share a row with another, and few share both."""
+    texts = np.array([f"{number:x}".encode() for number in range(300)])
+    one = hashing.of_texts(texts, Feature("C1", 100))
+    two = hashing.of_texts(texts, Feature("C1", 100, hashes=2))
+    np.testing.assert_array_equal(two[:, :1], one)
+    assert len(np.unique(one)) <= 100 < 290 < len(np.unique(two, axis=0))
+    counts = np.histogram2d(*two.T, bins=5)[0]  # independent: 12 of each pair of fifths
+    assert np.sum((counts - 12.0) ** 2 / 12) < 24 + 5 * np.sqrt(48)
+    numbers = np.array([-5, 0, 2**62, 7])
+    rows = hashing.of_numbers(numbers, Feature("C1", 1000, hashes=2))
+    assert rows.shape == (4, 2) and len(np.unique(rows)) == 8 and 0 <= rows.min() <= 999
+
+
+def test_ids_of_64_bits_and_pairs_of_rows_come_through_files(tmp_path):
+    large = [2**63 - 1, None, 0, 2**40]
+    for kind in ("exact", "double"):
+        config = RecordsConfig(
+            dense=("age", "count"), features=("user", "word", "seen:3@item"), rows=100, ids=kind
+        )
+        schema = schema_of(config)
+        value = table(user=pa.array(large, pa.int64()))
+        chunk, _ = read_table(tmp_path, value, schema)
+        for one, other in zip(chunk, schema.unpack(schema.pack(chunk)), strict=True):
+            np.testing.assert_array_equal(one, other)
+            assert one.dtype == other.dtype
+        assert schema_lib.from_json(json.loads(json.dumps(schema.as_json()))) == schema
+        if kind == "exact":
+            text = fnv_row(b"x", "word", 2**64) >> 1
+            assert chunk.ids.dtype == np.int64
+            assert chunk.ids.tolist() == [
+                [2**63 - 1, text, 1, 2, -1], [-1, -1, -1, -1, -1], [0, -1, -1, -1, -1],
+                [2**40, fnv_row(b"yz", "word", 2**64) >> 1, 7, -1, 9],
+            ]  # fmt: skip
+            continue
+        assert chunk.ids.shape == (4, 10) and chunk.ids.max() < 100
+        assert ((chunk.ids[:, ::2] < 0) == (chunk.ids[:, 1::2] < 0)).all()
+        assert chunk.ids[0, 2] == fnv_row(b"x", "word", 100)
+        np.testing.assert_array_equal(chunk.ids[1], np.full(10, NONE))
+    with pytest.raises(ValueError, match="the id -5, and the feature has ids from 0 to 922"):
+        config.ids = "exact"
+        read_table(tmp_path, table(user=[0, -5, 1, 1]), schema_of(config))
+    path = tmp_path / "x.tsv"
+    path.write_bytes(GOOD)
+    schema = schema_of(RecordsConfig(dense=("I1", "I2"), features=("C1", "C2"), ids="exact"))
+    assert read(path, schema)[0].ids[0, 1] == fnv_row(b"80e26c9b", "C2", 2**64) >> 1
 
 
 @pytest.mark.parametrize(
