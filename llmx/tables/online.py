@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from llmx.data.records import hashing
+from llmx.data.records.schema import Feature
 from llmx.tables import exports
 from llmx.tables.exports import Export
 
@@ -77,8 +78,8 @@ class Online:
                 f"{hashing.MAX_BYTES}: shorten it as for training"
             )
         as_bytes = np.array([*encoded, b"."], dtype=bytes)[:-1]  # of one byte at least
-        found = hashing.rows_of(as_bytes, table, self._table(table).rows)
-        return np.where(as_bytes == b"", np.int32(-1), found)
+        found = hashing.of_texts(as_bytes, Feature(table, self._table(table).rows))
+        return np.where(as_bytes == b"", np.int32(-1), found[:, 0])
 
     def _table(self, name: str):
         tables: Mapping = self.export.tables

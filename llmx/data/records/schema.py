@@ -73,12 +73,12 @@ class Schema:
     @functools.cached_property
     def slices(self) -> dict[str, slice]:
         """Where the ids of each feature are in the I of `ids`."""
-        return _slices(self.features)
+        return _slices({one.name: one.columns for one in self.features})
 
     @functools.cached_property
     def weight_slices(self) -> dict[str, slice]:
         """The same of the J of `weights`, of the features that have some."""
-        return _slices([feature for feature in self.features if feature.weights])
+        return _slices({one.name: one.length for one in self.features if one.weights})
 
     @property
     def tables(self) -> dict[str, int]:
@@ -216,11 +216,11 @@ def problems(schema: Schema) -> Iterator[str]:
         )
 
 
-def _slices(features: Sequence[Feature]) -> dict[str, slice]:
+def _slices(sizes: Mapping[str, int]) -> dict[str, slice]:
     """Where each feature is, side by side."""
-    bounds = np.cumsum([0] + [feature.length for feature in features]).tolist()
-    starts = zip(features, bounds[:-1], bounds[1:], strict=True)
-    return {feature.name: slice(low, high) for feature, low, high in starts}
+    bounds = np.cumsum([0, *sizes.values()]).tolist()
+    starts = zip(sizes, bounds[:-1], bounds[1:], strict=True)
+    return {name: slice(low, high) for name, low, high in starts}
 
 
 def no_weights(num_records: int) -> np.ndarray:

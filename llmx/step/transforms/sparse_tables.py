@@ -4,6 +4,7 @@ later step.
 Their learning rate follows the schedule of the run: `tables.learning_rate` at its peak.
 """
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,10 +39,6 @@ def constraints(
             state, rows.taken, rows.tree, rate=rate_of(before), accepted=accepted
         )  # fmt: skip
 
-    def decay_only(state: TablesState) -> TablesState:
-        """The rows of a cache are those of the host, which has files of its own."""
-        return state._replace(rows={}, slots={})
-
     def came(state: TablesState, before: State, found: Gradients, accepted) -> TablesState:
         return found.rows.tables
 
@@ -49,18 +46,14 @@ def constraints(
         rows = found.rows
         return late.sent(state, rows.ready, rows.tree, rate=rate_of(before), accepted=accepted)
 
-    def were(meta: Mapping[str, Any]) -> tuple[Mapping[str, int], str]:
-        """Sizes of the mesh that rows were saved on, and how they were split."""
-        section = meta.get("config", {}).get("tables", {})
-        return meta.get("mesh", {}), section.get("split", tables.config.split)
-
+    were = functools.partial(_were, tables)
     moving = dict(is_moved=lambda meta: tables.is_moved(*were(meta)))
     own = {
         TABLES: Constraint(
             abstract=tables.abstract, init=lambda params: tables.new(seed),
             after=came if loss.read_ahead else at_once,
             relaid=lambda saved, meta: tables.relaid(saved, *were(meta)), **moving,
-            saved=decay_only if tables.virtual else None, **_PASSIVE,
+            saved=_decay_only if tables.virtual else None, **_PASSIVE,
         )
     }  # fmt: skip
     if not loss.read_ahead:
@@ -81,6 +74,17 @@ def constraints(
             relaid=lambda saved, meta: late.relaid(tables, saved, *were(meta)), **moving, **of_late,
         )
     }  # fmt: skip
+
+
+def _were(tables: Tables, meta: Mapping[str, Any]) -> tuple[Mapping[str, int], str]:
+    """Sizes of the mesh that rows were saved on, and how they were split."""
+    section = meta.get("config", {}).get("tables", {})
+    return meta.get("mesh", {}), section.get("split", tables.config.split)
+
+
+def _decay_only(state: TablesState) -> TablesState:
+    """The rows of a cache are those of the host, which has files of its own."""
+    return state._replace(rows={}, slots={})
 
 
 def _settled(tables: Tables, state: State) -> State:
