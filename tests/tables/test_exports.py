@@ -16,7 +16,7 @@ from support import runs
 
 from llmx import config as config_lib
 from llmx.checkpoint import from_export, identity, resume, streamed
-from llmx.data.records import hashing
+from llmx.data.records import hashing, schema
 from llmx.model import looked_up
 from llmx.model.families import ModelConfig
 from llmx.model.recommender import online as online_models
@@ -384,7 +384,8 @@ def test_texts_become_the_rows_that_records_have(tmp_path):
     export(tmp_path / "a", ById())
     opened = online.open_export(tmp_path / "a")
     found = opened.ids_of("a", ["shoes", "", "bread", b"\xc3\xa4"])
-    wanted = hashing.rows_of(np.array([b"shoes", b"bread", b"\xc3\xa4"]), "a", 50)
+    texts = np.array([b"shoes", b"bread", b"\xc3\xa4"])
+    wanted = hashing.of_texts(texts, schema.Feature("a", 50))[:, 0]
     assert found.tolist() == [wanted[0], -1, *wanted[1:]]
     assert not len(opened.ids_of("a", []))
     with pytest.raises(ValueError, match="257 bytes"):
