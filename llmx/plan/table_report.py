@@ -16,7 +16,7 @@ from llmx.config import Config, checks, describe, table_checks
 from llmx.model.recommender import apply as clicks
 from llmx.plan import options, schedule_report
 from llmx.plan.search import ADMITTED
-from llmx.tables import costs, placement, row_optimizers
+from llmx.tables import cached, costs, placement, row_optimizers
 from llmx.tables.by_id import DECAYED
 
 # Of the network, each in fp32: parameters, their gradient, two moments.
@@ -57,7 +57,7 @@ def show(args: argparse.Namespace, config: Config, problems: list[str], topology
     sizes = {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
     head = {
         "model": f"{run.model.recommender.name}, tables split by {run.tables.split}, "
-        f"{run.tables.optimizer}",
+        f"{run.tables.optimizer}{_beside(run)}",
         "machine": f"{topology.name}: {topology.text}",
         "mesh": f"{sharding.mesh_text(sizes)}; layout {run.sharding.layout}",
         "batch": describe.batch_text(run),
@@ -77,6 +77,14 @@ def show(args: argparse.Namespace, config: Config, problems: list[str], topology
     ])  # fmt: skip
 
 
+def _beside(run: Config) -> str:
+    """Where rows are that devices have not."""
+    tables = run.tables
+    if not tables.cache_rows:
+        return ""
+    return f"; a cache of {tables.cache_rows:,} rows of the host's {tables.host_gib:g} GiB"
+
+
 def _sent_lines(found: costs.Costs) -> list[str]:
     if not sum(found.sent.values()):
         return ["a device sends nothing of tables", ""]
@@ -88,8 +96,11 @@ def _sent_lines(found: costs.Costs) -> list[str]:
 def of(run: Config) -> costs.Costs:
     """What the tables of a resolved run take of a device."""
     devices = math.prod(vars(run.mesh)[axis] for axis in sharding.BATCH_AXES)
-    features = table_checks.features_of(run)
-    groups = placement.placed(table_checks.tables_of(run), features, devices)
+    tables, features = table_checks.tables_of(run), table_checks.features_of(run)
+    if run.tables.cache_rows:
+        table, features = cached.on_devices(tables, features, run.tables.cache_rows)
+        tables = [table]
+    groups = placement.placed(tables, features, devices)
     slots: dict[str, Any] = dict(row_optimizers.make(run.tables).slots)
     slots |= {DECAYED: False} if run.tables.weight_decay else {}
     return costs.of(

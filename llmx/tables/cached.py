@@ -71,15 +71,20 @@ def make(
         )
     if wrong:
         raise ValueError("\n".join(wrong))
-    table = Table(CACHE, config.cache_rows, tables[0].width, tables[0].split, scale=1.0)
-    device = tables_lib.make(
-        [table], [dataclasses.replace(one, table=CACHE) for one in features], config, mesh,
-        axes=axes,
-    )  # fmt: skip
+    table, looking_up = on_devices(tables, features, config.cache_rows)
+    device = tables_lib.make([table], looking_up, config, mesh, axes=axes)
     widths = host_rows.widths_of(device.optimizer.slots, config, table.width)
     host_rows.capacity_of(config, widths, table.width)
     virtual = Virtual(tuple(tables), tuple(features), seed)
     return dataclasses.replace(device, virtual=virtual)
+
+
+def on_devices(
+    tables: Sequence[Table], features: Sequence[Feature], cache_rows: int
+) -> tuple[Table, list[Feature]]:
+    """The table of slots that devices have, and the features, which look slots up."""
+    table = Table(CACHE, cache_rows, tables[0].width, tables[0].split, scale=1.0)
+    return table, [dataclasses.replace(one, table=CACHE) for one in features]
 
 
 class Cached:

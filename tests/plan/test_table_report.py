@@ -49,3 +49,12 @@ def test_tables_that_do_not_fit_end_with_1(capsys):
     wide = ["--config.model.recommender.width=16384", "--config.model.recommender.bottom=(16384,)"]
     assert command.main(["--config", CONFIG, "--machine", "v5e:2x4", *wide]) == 1
     assert "DOES NOT FIT" in capsys.readouterr().out
+
+
+def test_a_cache_is_what_devices_have(capsys):
+    """49,152 slots of all tables together, and the host's rows beside them in words."""
+    host = str(pathlib.Path(CONFIG).with_name("dlrm_host.py"))
+    assert command.main(["--config", host, "--machine", "h100:8", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["memory"]["held"]["rows"] == 49_152 / 8 * 16 * 4
+    assert "a cache of 49,152 rows of the host's 0.02 GiB" in found["run"]["model"]
