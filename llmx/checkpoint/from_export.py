@@ -24,7 +24,7 @@ def parameters(
 
     require_same: raises where a config, as JSON, is of another model. Raises ValueError.
     """
-    opened = exports.open_export(place)
+    opened = exports.open_export(place, verify=True)  # and what `with_tables` reads
     try:
         require_same({"model": opened.manifest["model"]})
     except Mismatch as error:

@@ -102,6 +102,24 @@ ALONE = {
 }  # fmt: skip
 
 
+# Keys of `tables` that only some optimizers of rows read.
+OF_OPTIMIZERS = {
+    "b1": ("adam",), "b2": ("adam",), "initial_square": ("row_adagrad", "adagrad"),
+    "l1": ("ftrl",), "l2": ("ftrl",),
+}  # fmt: skip
+
+
+def _of_other_optimizers(config: Config) -> Iterator[str]:
+    """Values that the optimizer of rows does not read."""
+    optimizer = config.tables.optimizer
+    reason = f"with tables.optimizer={optimizer!r}: leave it out, or choose "
+    of_others = {
+        key: f"{reason}{' or '.join(map(repr, names))}"
+        for key, names in OF_OPTIMIZERS.items() if optimizer not in names
+    }  # fmt: skip
+    yield from bounds.without_effect(config.tables, "tables.", of_others)
+
+
 def _cache_problems(config: Config) -> Iterator[str]:
     """Of tables larger than the devices."""
     tables, key = config.tables, f"tables.cache_rows={config.tables.cache_rows}"
@@ -196,6 +214,7 @@ def problems(config: Config) -> Iterator[str]:
             f"batch.sequence_length={config.batch.sequence_length} with data.format='records': a "
             "record is a row of one position, so set batch.sequence_length=1"
         )
+    yield from _of_other_optimizers(config)
     yield from _cache_problems(config)
     listed = tables_of(config)
     if config.tables.cache_rows:

@@ -57,16 +57,15 @@ def export(args: argparse.Namespace) -> str:
     from llmx.tables import exporting, exports, row_optimizers
 
     workdir, output = mirror.reading(args.workdir), _new(args.output)
-    since = exports.open_export(args.since) if args.since else None
+    since = exports.open_export(args.since, verify=True) if args.since else None
     run = config_lib.load_run_with_tables(workdir)
     tables, features = table_checks.tables_of(run), table_checks.features_of(run)
     if not tables:
         raise ValueError(f"{args.workdir} is a run without sparse tables: it has nothing to export")
     if run.tables.cache_rows:
         raise ValueError(
-            f"{args.workdir} has tables.cache_rows={run.tables.cache_rows}: rows that are on the "
-            "host by ids without a bound have no export; train without a cache, or read "
-            "checkpoints/STEP/host_rows"
+            f"{args.workdir} has tables.cache_rows={run.tables.cache_rows}: rows of the host have "
+            "no export; train without a cache, or read checkpoints/STEP/host_rows"
         )
     if double := [one.name for one in features if one.hashes > 1]:
         raise ValueError(
@@ -95,7 +94,7 @@ def merge(args: argparse.Namespace) -> str:
     """Writes an increment with all that it is behind as a whole export."""
     from llmx.tables import by_id, exporting, exports
 
-    opened, output = exports.open_export(args.export), _new(args.output)
+    opened, output = exports.open_export(args.export, verify=True), _new(args.output)
     manifest = opened.manifest
     content = exporting.Content(
         opened.step, list(opened.tables.values()), list(opened.features.values()),

@@ -17,6 +17,8 @@ import hashlib
 import os
 import pathlib
 import re
+import zipfile
+import zlib
 from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO
 
@@ -97,8 +99,14 @@ class Export:
     @functools.cached_property
     def dense(self) -> dict[str, np.ndarray]:
         """The parameters of the network, by path."""
-        with np.load(self.folder / DENSE, allow_pickle=False) as file:
-            return dict(file)
+        place = self.folder / DENSE
+        try:
+            with np.load(place, allow_pickle=False) as file:
+                return dict(file)
+        except (zipfile.BadZipFile, zlib.error, EOFError) as error:
+            raise ValueError(
+                f"{place} is damaged ({error}): export again, or bring the file back"
+            ) from error
 
     def read(self, table: str, slot: str, ids: slice) -> np.ndarray:
         """See `by_id.Source`."""

@@ -31,12 +31,19 @@ class Online:
         """Rows, fp32 [..., W]; 0 of ids that are -1. Raises ValueError for ids that there are not
         in the table."""
         ids = np.asarray(ids)
+        if not ids.size:
+            ids = ids.astype(np.int64)
+        if ids.dtype.kind not in "iu":
+            raise ValueError(
+                f"table {table!r}: ids of type {ids.dtype}, and they are whole numbers: hash texts "
+                "as training did (ids_of)"
+            )
         flat_R, rows = ids.reshape(-1), self._table(table).rows
         if flat_R.size and (flat_R.min() < -1 or flat_R.max() >= rows):
             bad = flat_R[(flat_R < -1) | (flat_R >= rows)][0]
             raise ValueError(
-                f"table {table!r}: id {bad} is not below its {rows:,} rows: hash ids as training "
-                "did (ids_of); -1 says that there is no id"
+                f"table {table!r}: id {bad} is not from 0 to {rows - 1:,}, its rows: hash ids as "
+                "training did (ids_of); -1 says that there is no id"
             )
         found_RW = self.export.take(table, np.maximum(flat_R, 0))
         found_RW[flat_R < 0] = 0
@@ -55,7 +62,10 @@ class Online:
         rows_BLW, there_BL = self.lookup(how.table, ids_BL), ids_BL >= 0
         scale_BL = there_BL.astype(np.float32)
         if weights_BL is not None:
-            scale_BL = scale_BL * np.asarray(weights_BL, np.float32)
+            weights_BL = np.asarray(weights_BL, np.float32)
+            if not (np.isfinite(weights_BL) & (weights_BL >= 0)).all():
+                raise ValueError(f"feature {feature!r}: weights of ids are finite and not below 0")
+            scale_BL = scale_BL * weights_BL
         if how.combine == "sum":
             return np.einsum("BL,BLW->BW", scale_BL, rows_BLW)
         if how.combine == "mean":
@@ -71,6 +81,8 @@ class Online:
 
     def ids_of(self, table: str, texts: Sequence[str | bytes]) -> np.ndarray:
         """The row of each text, int32, by the hash that records are read with; -1 of ""."""
+        if other := [text for text in texts if not isinstance(text, str | bytes)]:
+            raise ValueError(f"table {table!r}: {other[0]!r} is no text: give str or bytes")
         encoded = [text.encode() if isinstance(text, str) else text for text in texts]
         if bad := [text for text in encoded if len(text) > hashing.MAX_BYTES]:
             raise ValueError(

@@ -335,6 +335,9 @@ def test_damage_is_named(tmp_path, harm, text, capsys):
     harm(tmp_path / "a")
     assert command.main(["verify", str(tmp_path / "b")]) == 2
     assert re.search(re.escape(text), capsys.readouterr().err)
+    # What is made of it would have checksums of its own.
+    assert command.main(["merge", str(tmp_path / "b"), "--output", str(tmp_path / "c")]) == 2
+    assert text in capsys.readouterr().err and not (tmp_path / "c").exists()
 
 
 def test_an_increment_to_other_tables_is_an_error(tmp_path):
@@ -397,8 +400,18 @@ def test_wrong_lookups_are_errors(tmp_path):
     opened = online.open_export(tmp_path / "a")
     assert opened.lookup("a", np.zeros((2, 0), int)).shape == (2, 0, 8)
     for ids in ([[3, 50]], [[3, -2]]):
-        with pytest.raises(ValueError, match="is not below its 50 rows"):
+        with pytest.raises(ValueError, match="is not from 0 to 49"):
             opened.lookup("a", np.array(ids))
+    assert opened.lookup("a", []).shape == (0, 8)
+    for ids in ([1.5], ["x"], [None], [True]):
+        with pytest.raises(ValueError, match="they are whole numbers"):
+            opened.lookup("a", ids)
+    with pytest.raises(ValueError, match="5 is no text"):
+        opened.ids_of("a", [5])
+    feature = FEATURES[0].name
+    for weight in (-1.0, np.nan):
+        with pytest.raises(ValueError, match="finite and not below 0"):
+            opened.bags(feature, [[0]], [[weight]])
     with pytest.raises(ValueError, match="there is no table 'z'"):
         opened.lookup("z", np.array([0]))
     with pytest.raises(ValueError, match="of a language model"):
@@ -456,6 +469,12 @@ def test_predictions_equal_those_of_training(tmp_path, name):
     )
     with pytest.raises(ValueError, match="have weights"):
         opened.click(dense, ids, None if config.weights else np.ones((B, 4)))
+    wrong = [(dense, ids[:, 1:], weights), (dense[1:], ids, weights), (dense, ids[1:], weights)]
+    if config.weights:  # beside all ids, not those that have some
+        wrong.append((dense, ids, np.ones((B, 6))))
+    for given in wrong:
+        with pytest.raises(ValueError, match="a row for each record"):
+            opened.click(*given)
 
 
 def test_predictions_need_no_jax(tmp_path):
@@ -592,6 +611,22 @@ def test_a_run_begins_with_an_export(exported, name):
             found = held.read(table, slot, slice(0, len(wanted)))
             np.testing.assert_array_equal(found, wanted)
     assert ("has kept of them" in said[-1]) == (name != "another optimizer")
+
+
+def test_a_damaged_export_is_not_begun_with(exported, tmp_path):
+    folder, *_ = exported
+    place = tmp_path / "damaged"
+    shutil.copytree(folder / "a", place)
+    [rows] = place.glob("000-*[!a-z].npy")
+    raw = bytearray(rows.read_bytes())
+    raw[-3] ^= 1
+    rows.write_bytes(raw)
+    config = config_of(folder, start_from=str(place))
+    recipe = runs.make_recipe(config)
+    with jax.set_mesh(recipe.mesh):
+        state = recipe.init_constraints(recipe.init(0))
+        with pytest.raises(ValueError, match="checksum mismatch"):
+            resume.start_with(config, recipe, state, config.start_from, print)
 
 
 def test_a_run_that_cannot_begin_with_an_export_says_why(exported):

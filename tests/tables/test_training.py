@@ -266,11 +266,18 @@ def test_a_run_goes_on_bit_for_bit_and_on_other_devices(tmp_path):
         ("ngrams", dict(sample__prompt="a"), "generation does not look rows up"),
         ("ngrams", dict(tables__optimizer="adagrad2"), "adagrad2"),
         ("dlrm", dict(tables__optimizer="row_adagrad", tables__split="columns"), "row_adagrad"),
+        (
+            "dlrm",
+            dict(tables__l1=0.1),
+            "tables.l1=0.1 has no effect with tables.optimizer='adagrad'",
+        ),
+        ("dlrm", dict(tables__optimizer="sgd", tables__b1=0.5), "or choose 'adam'"),
     ],
 )
 def test_what_does_not_go_together_is_an_error(name, keys, part):
-    with pytest.raises(config_lib.ConfigError, match=re.escape(part)):
+    with pytest.raises(config_lib.ConfigError, match=re.escape(part)) as error:
         made(name, **keys)
+    assert str(error.value).count(part) == 1  # also where several look at a section
 
 
 def test_options_of_tables_need_tables():

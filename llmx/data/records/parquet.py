@@ -13,7 +13,7 @@ import numpy as np
 
 from llmx.data import opening
 from llmx.data.records import hashing
-from llmx.data.records.schema import NONE, Chunk, Feature, Schema
+from llmx.data.records.schema import MAX_ROWS, NONE, Chunk, Feature, Schema
 from llmx.data.records.tsv import of_counts
 
 BATCH_RECORDS = 1 << 16
@@ -219,7 +219,7 @@ def _flat_ids(
     if not pyarrow.types.is_integer(kind):
         raise ValueError(
             f"{place.format(first, feature.name)} is of type {kind}, and ids are whole numbers or "
-            "texts: name it in data.records.dense, or write it as one of these"
+            "texts, or lists of them: write it as one of these; numbers are for data.records.dense"
         )
     valid = column.is_valid().to_numpy(zero_copy_only=False)
     values = column.fill_null(0).to_numpy()
@@ -228,7 +228,9 @@ def _flat_ids(
     if (wrong := valid & ((values < 0) | (values >= (feature.rows or 2**63)))).any():
         at = int(np.argmax(wrong))
         record = first + (at if records is None else int(records[at]))
-        more = f"raise data.records.rows={feature.rows}, or " if feature.rows else ""
+        more = "set data.records.ids='double', which takes any, or " if feature.rows else ""
+        if 0 <= values[at] < MAX_ROWS and feature.rows:
+            more = f"raise data.records.rows={feature.rows}, or "
         raise ValueError(
             f"{place.format(record, feature.name)} is the id {values[at]}, and the feature has ids "
             f"from 0 to {(feature.rows or 2**63) - 1}: {more}write it as text, which is hashed"

@@ -40,8 +40,24 @@ class Model:
         numbers = dict(zip(self.config.features, self.config.weights, strict=False))
         if any(numbers.values()) != (weights_BJ is not None):
             having = [name for name, number in numbers.items() if number]
-            raise ValueError(f"ids of {', '.join(having) or 'no feature'} have weights")
-        for name, feature in self.tables.export.features.items():
+            raise ValueError(
+                f"ids of {', '.join(having) or 'no feature'} have weights: give weights_BJ where "
+                "there are some, and only there"
+            )
+        features = self.tables.export.features
+        sizes = {
+            "dense_BF": (np.shape(dense_BF), self.config.num_dense),
+            "ids_BI": (np.shape(ids_BI), sum(one.length for one in features.values())),
+        }
+        if weights_BJ is not None:
+            sizes["weights_BJ"] = np.shape(weights_BJ), sum(numbers.values())
+        for what, (shape, columns) in sizes.items():
+            if len(shape) != 2 or shape[1] != columns or shape[0] != np.shape(ids_BI)[0]:
+                raise ValueError(
+                    f"{what} has the shape {list(shape)}: a row for each record, and {columns} "
+                    f"columns: {', '.join(features) if what == 'ids_BI' else 'as the model has'}"
+                )
+        for name, feature in features.items():
             own_BL, weights_BL = np.asarray(ids_BI)[:, first : first + feature.length], None
             first += feature.length
             if number := numbers.get(name, 0):

@@ -222,7 +222,8 @@ def test_parquet_is_read_on_behind_any_record(tmp_path, monkeypatch, groups, bat
         (dict(age=["a"] * 4), "column 'age' is of type string, no number: name it in data.records"),
         (dict(user=[0, 100, 1, 1]), "record 1 column 'user' is the id 100, and the feature has ids"
                                     " from 0 to 99: raise data.records.rows=100"),
-        (dict(user=[0, 1, 1, -1]), "record 3 column 'user' is the id -1"),
+        (dict(user=[0, 1, 1, -1]), "record 3 column 'user' is the id -1, and the feature has ids "
+                                   "from 0 to 99: set data.records.ids='double'"),
         (dict(seen=[[1], [2, 3], [4, 500], []]), "record 2 column 'seen' is the id 500"),
         (dict(seen=[[1], [2, 3, 4, 5], [], []]), "record 1 column 'seen' has 4 ids, more than the 3"
                                                  " of the feature: write 'seen:4'"),
