@@ -109,8 +109,8 @@ OF_OPTIMIZERS = {
 }  # fmt: skip
 
 
-def _of_other_optimizers(config: Config) -> Iterator[str]:
-    """Values that the optimizer of rows does not read."""
+def _of_optimizer(config: Config) -> Iterator[str]:
+    """What the optimizer of rows does not read, and what it does not go with."""
     optimizer = config.tables.optimizer
     reason = f"with tables.optimizer={optimizer!r}: leave it out, or choose "
     of_others = {
@@ -118,6 +118,13 @@ def _of_other_optimizers(config: Config) -> Iterator[str]:
         for key, names in OF_OPTIMIZERS.items() if optimizer not in names
     }  # fmt: skip
     yield from bounds.without_effect(config.tables, "tables.", of_others)
+    if config.tables.weight_decay and config.tables.optimizer == "ftrl":
+        yield "tables.weight_decay with tables.optimizer='ftrl': use tables.l2"
+    if config.tables.split == "columns" and config.tables.optimizer == "row_adagrad":
+        yield (
+            "tables.split='columns' with tables.optimizer='row_adagrad', which has one number of a "
+            "whole row: use tables.optimizer='adagrad', or tables.split='rows'"
+        )
 
 
 def _cache_problems(config: Config) -> Iterator[str]:
@@ -214,16 +221,9 @@ def problems(config: Config) -> Iterator[str]:
             f"batch.sequence_length={config.batch.sequence_length} with data.format='records': a "
             "record is a row of one position, so set batch.sequence_length=1"
         )
-    yield from _of_other_optimizers(config)
+    yield from _of_optimizer(config)
     yield from _cache_problems(config)
     listed = tables_of(config)
     if config.tables.cache_rows:
         listed = [dataclasses.replace(one, rows=one.rows or 1) for one in listed]
     yield from tables_config.problems(listed, features_of(config))
-    if config.tables.weight_decay and config.tables.optimizer == "ftrl":
-        yield "tables.weight_decay with tables.optimizer='ftrl': use tables.l2"
-    if config.tables.split == "columns" and config.tables.optimizer == "row_adagrad":
-        yield (
-            "tables.split='columns' with tables.optimizer='row_adagrad', which has one number of a "
-            "whole row: use tables.optimizer='adagrad', or tables.split='rows'"
-        )
