@@ -22,6 +22,7 @@ import pathlib
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -54,7 +55,7 @@ class Row:
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
     """One measurement at a time on this machine; another process may compile meanwhile."""
-    with open("/tmp/bench_gpu.lock", "w") as file:
+    with open(pathlib.Path(tempfile.gettempdir()) / "llmx_bench_gpu.lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 

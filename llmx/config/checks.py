@@ -78,7 +78,7 @@ def resolve(
     found += table_checks.problems(config)
     found += preference_checks.problems(config)
     if found:
-        raise ConfigError(list(dict.fromkeys(found)))  # sections are looked at by several
+        raise ConfigError(found)
     return config
 
 

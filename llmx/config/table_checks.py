@@ -204,9 +204,8 @@ def problems(config: Config) -> Iterator[str]:
             f"data.format={config.data.format!r} with {what}: the reference would have tables of "
             "its own; use data.format='text'"
         )
-    if found := bounds.problems(config.tables, "tables."):
-        yield from found
-        return
+    if any(bounds.problems(config.tables, "tables.")):
+        return  # said already
     if name and (
         config.data.format != data_config.RECORDS or not config.model.recommender.features
     ):

@@ -69,6 +69,26 @@ def seal(index: Mapping) -> dict:
     return {**content, "checksum": json_hash(content)}
 
 
+def read_sealed(
+    path: pathlib.Path, *, what: str, name: str, format: str, version: int, remedy: str
+) -> dict:
+    """The content of a JSON file that `seal` has sealed, of this format and version.
+
+    what: "index". name: what the user names to have one, "a folder of ...". Raises ValueError.
+    """
+    found = json_files.read_object(path, remedy=remedy)
+    if found.get("format") != format:
+        raise ValueError(f"{path} is no {what} of {format}: name {name}")
+    if found.get("version") != version:
+        raise ValueError(
+            f"{path} has format version {found.get('version')!r}, this llmx reads {version}: "
+            f"{remedy}"
+        )
+    if found != seal(found):
+        raise ValueError(f"{path}: the {what} does not match its own checksum: {remedy}")
+    return found
+
+
 def version_of(*, weighted: bool, pairs: bool) -> int:
     """That of the index of shards with or without weights, of pairs or not."""
     return PAIRS_VERSION if pairs else WEIGHTED_VERSION if weighted else VERSION

@@ -145,7 +145,7 @@ class View:
         """state: of which only the decay is read."""
         self._rows, self._columns = cached.rows, cached._columns
         self._cache = _Cache(cached._layout, cached.rows)
-        self.state = emptied(cached.tables, state.decay)
+        self.state = cached.tables.emptied(state.decay)
 
     def prepare(self, ids_BK: np.ndarray) -> tuple[TablesState, np.ndarray]:
         """As `Cached.prepare`; the state is good until the next call."""
@@ -154,15 +154,6 @@ class View:
         found = self._rows.look_up(keys)
         self.state, slots_BK = self._cache.placed(self.state, found, there_BK, trains=False)
         return self.state, slots_BK
-
-
-def emptied(device: Tables, decay: Any) -> TablesState:
-    """A state whose slots hold nothing."""
-    like = device.abstract
-    zeros = lambda leaf: jax.numpy.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)  # noqa: E731
-    rows, slots = jax.tree.map(zeros, (like.rows, like.slots))
-    # The state is donated, and its decay may be another's.
-    return TablesState(rows, slots, jax.device_put(np.array(decay), like.decay.sharding))
 
 
 class _Columns:
@@ -215,9 +206,7 @@ class _Cache:
         """Raises CacheTooSmall."""
         if len(keys.ids) <= self._size:
             return
-        order = np.lexsort(keys)
-        ids, tables = keys.ids[order], keys.tables[order]
-        different = 1 + int(((ids[1:] != ids[:-1]) | (tables[1:] != tables[:-1])).sum())
+        different = int(host_rows.grouped(keys)[1].sum())
         if different > self._size:
             raise CacheTooSmall(
                 f"a batch names {different:,} different rows, and tables.cache_rows={self._size:,} "

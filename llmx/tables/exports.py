@@ -24,7 +24,6 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from llmx.data import json_files
 from llmx.data import shards as token_shards
 from llmx.tables.by_id import ROWS
 from llmx.tables.config import Feature, Table
@@ -174,17 +173,10 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     path, remedy = folder / MANIFEST, "export again, with python -m llmx.tables export"
     if not path.exists():
         raise ValueError(f"{path} does not exist: {folder} is no finished export: {remedy}")
-    manifest = json_files.read_object(path, remedy=remedy)
-    if manifest.get("format") != FORMAT:
-        raise ValueError(f"{path} is no manifest of {FORMAT}: name an export of tables")
-    if manifest.get("version") != VERSION:
-        raise ValueError(
-            f"{path} has format version {manifest.get('version')!r}, this llmx reads {VERSION}: "
-            f"{remedy}"
-        )
-    if manifest != token_shards.seal(manifest):
-        raise ValueError(f"{path}: the manifest does not match its own checksum: {remedy}")
-    return manifest
+    return token_shards.read_sealed(
+        path, what="manifest", name="an export of tables", format=FORMAT, version=VERSION,
+        remedy=remedy,
+    )  # fmt: skip
 
 
 def _open_table(folder, number: int, one: Mapping, slots: Mapping[str, bool], verify: bool) -> Part:
@@ -225,12 +217,9 @@ def _mapped(path: pathlib.Path, shape: tuple[int, ...], dtype: Any) -> np.ndarra
 
 def _hash_of(path: pathlib.Path, start: int) -> str:
     """SHA-256 of a file from a byte on."""
-    found = hashlib.sha256()
     with open(path, "rb") as file:
         file.seek(start)
-        while some := file.read(_READ):
-            found.update(some)
-    return found.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _check(path: pathlib.Path, actual: str, expected: str) -> None:
@@ -249,10 +238,11 @@ class ArrayFile:
 
     def __init__(self, path: pathlib.Path, dtype: Any, width: int | None):
         """width: None = one dimension."""
-        self._path, self._dtype, self._width = path, np.dtype(dtype), width
+        self._dtype, self._width = np.dtype(dtype), width
         self._file: BinaryIO = open(path, "wb", buffering=0)  # noqa: SIM115
         self._hash, self.rows = hashlib.sha256(), 0
         self._header()
+        self._begin = self._file.tell()
 
     def _header(self) -> None:
         # NumPy leaves room in it for the number of rows to become any.
@@ -270,22 +260,13 @@ class ArrayFile:
 
     def close(self) -> str:
         """Returns the SHA-256 of the numbers."""
-        begin = np.lib.format.MAGIC_LEN
-        before = self._length()
         self._file.seek(0)
         self._header()
-        assert self._file.tell() == before > begin
+        assert self._file.tell() == self._begin
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         return self._hash.hexdigest()
-
-    def _length(self) -> int:
-        """Of the header."""
-        with open(self._path, "rb") as file:
-            np.lib.format.read_magic(file)
-            np.lib.format.read_array_header_1_0(file)
-            return file.tell()
 
 
 def write_dense(folder: pathlib.Path, params: Mapping[str, np.ndarray]) -> str:

@@ -177,15 +177,22 @@ def _others(keys: Keys, numbers_N: np.ndarray) -> tuple[Keys, np.ndarray, np.nda
     """The different keys of those that have no number; numbers, -1 - i of the i-th of these; and
     how often each is there."""
     at = np.flatnonzero(numbers_N < 0)
-    ids, tables = keys.ids[at], keys.tables[at]
-    order = np.lexsort((tables, ids))
-    ids, tables = ids[order], tables[order]
-    is_first = np.ones(len(ids), bool)
-    is_first[1:] = (ids[1:] != ids[:-1]) | (tables[1:] != tables[:-1])
+    some = Keys(keys.ids[at], keys.tables[at])
+    order, is_first = grouped(some)
     starts = np.flatnonzero(is_first)
     numbers_N[at[order]] = -np.cumsum(is_first, dtype=np.int32)
-    counts = np.diff(np.append(starts, len(ids))).astype(np.int32)
-    return Keys(ids[starts], tables[starts]), numbers_N, counts
+    counts = np.diff(np.append(starts, len(order))).astype(np.int32)
+    first = order[starts]
+    return Keys(some.ids[first], some.tables[first]), numbers_N, counts
+
+
+def grouped(keys: Keys) -> tuple[np.ndarray, np.ndarray]:
+    """An order in which equal keys are neighbors, [N], and which in it are the first of theirs."""
+    order = np.lexsort((keys.tables, keys.ids))
+    ids, tables = keys.ids[order], keys.tables[order]
+    is_first = np.ones(len(ids), bool)
+    is_first[1:] = (ids[1:] != ids[:-1]) | (tables[1:] != tables[:-1])
+    return order, is_first
 
 
 def bytes_per_row(widths: Mapping[str, int], width: int) -> int:

@@ -470,7 +470,9 @@ class Tables:
         if isinstance(saved, TablesState) and not self.is_moved(sizes, split):
             return saved
         if self.virtual:
-            return self.emptied(saved)
+            return self.emptied(
+                saved.decay if isinstance(saved, TablesState) else saved["decay"]
+            )  # fmt: skip
         devices, were = self._on(sizes, split)
         state = jax.device_get(by_path(saved))
         kept = {name for of_group in state.slots.values() for name in of_group}
@@ -486,12 +488,12 @@ class Tables:
         held = by_id.of_state(state, were, self.features, devices, slots=slots, due=due)
         return self.filled(held, tuple(kept & self._slots.keys()), 0.0 if due else state.decay)
 
-    def emptied(self, saved: Any) -> TablesState:
-        """A cache without rows, with the decay of a state or its arrays by path."""
-        decay = saved.decay if isinstance(saved, TablesState) else saved["decay"]
+    def emptied(self, decay: Any) -> TablesState:
+        """A cache without rows. The decay is copied: it may be another state's, that is donated."""
         zeros = lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)  # noqa: E731
         rows, slots = jax.tree.map(zeros, (self.abstract.rows, self.abstract.slots))
-        return TablesState(rows, slots, jax.device_put(decay, self.abstract.decay.sharding))
+        to = self.abstract.decay.sharding
+        return TablesState(rows, slots, jax.device_put(np.array(decay), to))
 
     def filled(self, source: Source, slots: Sequence[str], decay: Any = 0.0) -> TablesState:
         """The state of rows by id, and of what optimizers keep in `slots`; others are new. Each

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from support import runs
+from tables import test_tables
 
 from llmx import config as config_lib
 from llmx.checkpoint import from_export, identity, resume, streamed
@@ -32,26 +33,20 @@ from llmx.tables.tables import TablesState
 
 PREDICTIONS = dict(rtol=1e-5, atol=1e-5)  # fp32, sums in another order
 SEED = 5
-TABLES = (
-    Table("a", 50, 8), Table("b", 7, 8, split="whole"), Table("c", 1, 8),
-    Table("d/1", 33, 8, split="columns"), Table("e", 20, 4, split="whole", scale=0.5),
-)  # fmt: skip
-FEATURES = (
-    Feature("a1", "a"), Feature("a2", "a", 3, "mean"), Feature("b1", "b", 4, "max"),
-    Feature("c1", "c", 2), Feature("d1", "d/1", 2, "none"), Feature("e1", "e", 5, "sum"),
-)  # fmt: skip
+
+
+def _renamed(each, key: str):
+    """With a name that files cannot have."""
+    return dataclasses.replace(each, **{key: "d/1"}) if getattr(each, key) == "d" else each
+
+
+TABLES = tuple(_renamed(table, "name") for table in test_tables.TABLES)
+FEATURES = tuple(_renamed(feature, "table") for feature in test_tables.FEATURES)
 B = 6
 
 
-def mesh_of(devices: int) -> jax.sharding.Mesh:
-    return jax.make_mesh(
-        (devices,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,),
-        devices=jax.devices()[:devices],
-    )  # fmt: skip
-
-
 def made(devices: int, listed=TABLES, **options) -> tables_lib.Tables:
-    mesh = mesh_of(devices)
+    mesh = test_tables.mesh_of(devices)
     return tables_lib.make(
         listed, FEATURES, TablesConfig(**{"optimizer": "adam"} | options), mesh, axes=("data",)
     )
@@ -156,7 +151,7 @@ def test_a_state_is_moved_to_another_split_and_as_many_devices():
     split = [Table(table.name, table.rows, table.width, "rows") for table in TABLES[:4]]
     columns = [Table(table.name, table.rows, table.width, "columns") for table in TABLES[:4]]
     features = FEATURES[:5]
-    meshes = [mesh_of(2), mesh_of(4)]
+    meshes = [test_tables.mesh_of(2), test_tables.mesh_of(4)]
     config = TablesConfig(optimizer="adam", weight_decay=0.1)
     source = ById(split)
     make = functools.partial(tables_lib.make, split, features, axes=("data",))

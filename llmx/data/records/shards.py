@@ -155,17 +155,10 @@ def _sealed(folder: pathlib.Path) -> dict:
             f"{path} does not exist: the folder holds no finished record shards; write them with "
             f"python -m llmx.data.records --source ... --output {folder}"
         )
-    index = json_files.read_object(path, remedy=remedy)
-    if index.get("format") != FORMAT:
-        raise ValueError(f"{path} is no index of {FORMAT}: name a folder of record shards")
-    if index.get("version") != VERSION:
-        raise ValueError(
-            f"{path} has format version {index.get('version')!r}, this llmx reads {VERSION}: "
-            f"{remedy}"
-        )
-    if index != token_shards.seal(index):
-        raise ValueError(f"{path}: the index does not match its own checksum: {remedy}")
-    return index
+    return token_shards.read_sealed(
+        path, what="index", name="a folder of record shards", format=FORMAT, version=VERSION,
+        remedy=remedy,
+    )  # fmt: skip
 
 
 def open_shards(folder: str | os.PathLike, *, verify: bool = False) -> RecordShards:
