@@ -2,11 +2,13 @@
 
     python scripts/bench_tables.py [--records 512 --ids 8] [--optimizer row_adagrad adagrad adam]
     python scripts/bench_tables.py --devices 4      # the same on so many devices of a CPU
+    GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python scripts/bench_tables.py    # tables in huge pages
 
-For each number of rows, milliseconds of a step, the least and the median of all; steps of all
-cases take turns, so that other work on the machine meets all of them. Then the same step with
-`optax.adagrad` on a dense table, and with torch's `EmbeddingBag(sparse=True)` and its sparse
-optimizers. Ids of a batch are all different: every case touches as many rows.
+For each number of rows, milliseconds of a step, the least and the median of all; steps of the cases
+of a group take turns, so that other work on the machine meets all of them. The groups: the step of
+a table alone, by the number of its rows; a whole step of DLRM with 26 tables, by the rows of all;
+the table's step beside `optax.adagrad` on a dense table, and torch's `EmbeddingBag(sparse=True)`
+with its sparse optimizers. Ids of a batch are all different: every case touches as many rows.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from collections.abc import Callable
 import numpy as np
 
 RATE = 0.02
+NUM_TABLES = 26  # of DLRM
 
 
 def batches_of(rows: int, records: int, ids: int, number: int) -> list[np.ndarray]:
@@ -73,8 +76,67 @@ def sparse(rows: int, args: argparse.Namespace, optimizer: str) -> Callable[[], 
     return run
 
 
+def of_dlrm(rows: int, args: argparse.Namespace, optimizer: str) -> Callable[[], None]:
+    """A step of DLRM: 26 tables that have `rows` in all, the network by Adam."""
+    import jax
+    import optax
+    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+    from llmx.model.recommender import recommender
+    from llmx.model.recommender.config import RecommenderConfig
+    from llmx.tables import tables as tables_lib
+    from llmx.tables.config import Feature, Table, TablesConfig
+
+    each, width = rows // NUM_TABLES, 16
+    mesh = jax.make_mesh(
+        (args.devices,), ("data",), axis_types=(AxisType.Explicit,),
+        devices=jax.devices()[: args.devices],
+    )  # fmt: skip
+    made = [Table(f"C{number}", each, width) for number in range(NUM_TABLES)]
+    features = [Feature(table.name, table.name, 1, "sum") for table in made]
+    tables = tables_lib.make(made, features, TablesConfig(optimizer=optimizer), mesh)
+    config = RecommenderConfig(name="dlrm", width=width)
+    model = recommender.make(config, num_dense=13, lengths={table.name: 0 for table in made})
+    adam = optax.adam(1e-3)
+
+    def step(state, params, moments, dense_BF, ids, labels_B):
+        taken = tables.take(state, ids)
+
+        def loss(params, rows):
+            embedded = tables.combine(rows, taken.plan)
+            logits = model.logits(params, dense_BF, embedded, {})
+            return recommender.losses(logits, labels_B)[0].mean()
+
+        of_params, of_rows = jax.grad(loss, argnums=(0, 1))(params, taken.rows)
+        updates, moments = adam.update(of_params, moments)
+        state = tables.update(state, taken, of_rows, rate=RATE)
+        return state, optax.apply_updates(params, updates), moments
+
+    rng = np.random.default_rng(0)
+    to = NamedSharding(mesh, tables.split)
+    batches = []
+    for _ in range(args.batches):
+        dense_BF = rng.random((args.dlrm_records, 13), np.float32)
+        ids = {
+            table.name: rng.integers(0, each, (args.dlrm_records, 1), np.int32) for table in made
+        }  # fmt: skip
+        labels_B = rng.integers(0, 2, args.dlrm_records).astype(np.float32)
+        batches.append(jax.device_put((dense_BF, ids, labels_B), to))
+    with jax.set_mesh(mesh):
+        params = jax.device_put(model.init(jax.random.key(0)), NamedSharding(mesh, PartitionSpec()))
+        held = [(tables.init(0), params, adam.init(params))]
+        compiled = jax.jit(step, donate_argnums=(0, 1, 2)).lower(*held[0], *batches[0]).compile()
+
+    def run(number: int) -> None:
+        batch = batches[number % len(batches)]
+        held[0] = jax.block_until_ready(compiled(*held[0], *batch))
+
+    run.memory = compiled.memory_analysis().temp_size_in_bytes
+    return run
+
+
 def dense(rows: int, args: argparse.Namespace) -> Callable[[], None]:
-    """The same step with optax.adagrad on a dense table, on one device."""
+    """The table's step with optax.adagrad on a dense table, on one device."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -102,7 +164,7 @@ def dense(rows: int, args: argparse.Namespace) -> Callable[[], None]:
 
 
 def of_torch(rows: int, args: argparse.Namespace, optimizer: str) -> Callable[[], None]:
-    """The same step of torch, on all of its threads."""
+    """The table's step of torch, on all of its threads."""
     import torch
 
     bag = torch.nn.EmbeddingBag(rows, args.width, mode="sum", sparse=True)
@@ -123,17 +185,60 @@ def of_torch(rows: int, args: argparse.Namespace, optimizer: str) -> Callable[[]
 
 
 def measured(cases: dict[str, Callable], steps: int) -> dict[str, tuple[float, float]]:
-    """Milliseconds of a step of each: the least, and the median."""
+    """Milliseconds of a step of each, the least and the median; prints them."""
     seconds: dict[str, list[float]] = {name: [] for name in cases}
+    names = list(cases)
     for number in range(-3, steps):  # three to begin with
-        for name, run in cases.items():
+        at = number % len(names)  # none is always behind the same other
+        for name in names[at:] + names[:at]:
             begun = time.perf_counter()
-            run(number)
+            cases[name](number)
             if number >= 0:
                 seconds[name].append(time.perf_counter() - begun)
-    return {
-        name: (1e3 * min(each), 1e3 * statistics.median(each)) for name, each in seconds.items()
+    found = {}
+    for name, each in seconds.items():
+        found[name] = (1e3 * min(each), 1e3 * statistics.median(each))
+        beside = getattr(cases[name], "memory", None)
+        memory = "" if beside is None else f"   {beside / 2**20:8.1f} MiB beside its arguments"
+        print(f"{name:40s} {found[name][0]:8.2f} ms  median {found[name][1]:8.2f}{memory}")
+    return found
+
+
+def by_rows(make: Callable, name: str, args: argparse.Namespace, steps: int) -> dict:
+    """`measured` of steps with tables of each number of rows; prints the most to the least."""
+    optimizer = args.optimizer[0]
+    found = measured(
+        {f"{name} {optimizer} {rows:,} rows": make(rows, args, optimizer) for rows in args.rows},
+        steps,
+    )
+    ratios = [max(each) / min(each) for each in zip(*found.values(), strict=True)]
+    print(
+        f"most to least of {len(found)} numbers of rows: {ratios[0]:.2f} (medians {ratios[1]:.2f})"
+    )
+    return found
+
+
+def beside_others(args: argparse.Namespace) -> dict:
+    """`measured` of a table's step, of a dense table's and of torch's; prints ratios."""
+    rows = args.compare_rows
+    cases: dict[str, Callable] = {
+        f"llmx {optimizer} {rows:,} rows": sparse(rows, args, optimizer)
+        for optimizer in args.optimizer
     }
+    pairs = []
+    if args.devices == 1:
+        cases[name := f"optax.adagrad, dense, {rows:,} rows"] = dense(rows, args)
+        pairs.append((name, f"llmx {args.optimizer[0]} {rows:,} rows"))
+        for optimizer in args.optimizer if not args.no_torch else ():
+            if optimizer == "row_adagrad":  # torch has none
+                continue
+            cases[name := f"torch {optimizer} {rows:,} rows"] = of_torch(rows, args, optimizer)
+            pairs.append((name, f"llmx {optimizer} {rows:,} rows"))
+    found = measured(cases, args.steps)
+    for slow, fast in pairs:
+        ratios = [found[slow][at] / found[fast][at] for at in range(2)]
+        print(f"{slow}: {ratios[0]:.1f}x the time of {fast} (medians {ratios[1]:.1f}x)")
+    return found
 
 
 def main() -> None:
@@ -143,8 +248,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--records", type=int, default=512)
     parser.add_argument("--ids", type=int, default=8, help="of a record, whose rows are added up")
+    parser.add_argument("--dlrm-records", type=int, default=4096, help="of a step of DLRM")
     parser.add_argument("--optimizer", nargs="+", default=["row_adagrad", "adagrad", "adam"])
-    parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--steps", type=int, default=50, help="of a case; more of the short ones")
     parser.add_argument("--batches", type=int, default=8)
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--compare-rows", type=int, default=10**6, help="of dense and torch's")
@@ -157,33 +263,9 @@ def main() -> None:
     if args.devices > 1:
         jax.config.update("jax_num_cpu_devices", args.devices)
     print(f"{args.records} x {args.ids} ids of width {args.width}, {jax.devices()[0].device_kind}")
-    cases: dict[str, Callable] = {
-        f"llmx {args.optimizer[0]} {rows:,} rows": sparse(rows, args, args.optimizer[0])
-        for rows in args.rows
-    }
-    by_rows = list(cases)
-    rows = args.compare_rows
-    for optimizer in args.optimizer:
-        cases.setdefault(f"llmx {optimizer} {rows:,} rows", sparse(rows, args, optimizer))
-    pairs = []
-    if args.devices == 1:
-        cases[name := f"optax.adagrad, dense, {rows:,} rows"] = dense(rows, args)
-        pairs.append((name, f"llmx {args.optimizer[0]} {rows:,} rows"))
-        for optimizer in args.optimizer if not args.no_torch else ():
-            if optimizer == "row_adagrad":  # torch has none
-                continue
-            cases[name := f"torch {optimizer} {rows:,} rows"] = of_torch(rows, args, optimizer)
-            pairs.append((name, f"llmx {optimizer} {rows:,} rows"))
-    found = measured(cases, args.steps)
-    for name, (least, median) in found.items():
-        beside = getattr(cases[name], "memory", None)
-        memory = "" if beside is None else f"   {beside / 2**20:8.1f} MiB beside its arguments"
-        print(f"{name:40s} {least:8.2f} ms  median {median:8.2f}{memory}")
-    times = [found[name][0] for name in by_rows]
-    print(f"most to least of {len(times)} numbers of rows: {max(times) / min(times):.2f}")
-    for slow, fast in pairs:
-        ratios = [found[slow][at] / found[fast][at] for at in range(2)]
-        print(f"{slow}: {ratios[0]:.1f}x the time of {fast} (medians {ratios[1]:.1f}x)")
+    found = by_rows(sparse, "llmx", args, 6 * args.steps)
+    found |= by_rows(of_dlrm, "a step of DLRM,", args, args.steps)
+    found |= beside_others(args)
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:
             json.dump(found, file, indent=1)

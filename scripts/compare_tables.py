@@ -203,8 +203,8 @@ def of_trainer(args: argparse.Namespace, data: RecordDataset, source: str) -> di
         "batch.size": args.batch, "steps": steps, "mesh.data": args.devices,
         "launch.cpu_devices": args.devices, "model.recommender.width": DLRM.width,
         "model.recommender.bottom": DLRM.bottom, "model.recommender.top": DLRM.top,
-        "optimizer.learning_rate": args.model_rate, "optimizer.schedule": "constant",
-        "optimizer.warmup_steps": 0, "optimizer.b2": 0.999, "optimizer.clip_norm": 0.0,
+        "optimizer.learning_rate": args.model_rate, "optimizer.schedule": args.schedule,
+        "optimizer.warmup_steps": args.warmup, "optimizer.b2": 0.999, "optimizer.clip_norm": 0.0,
         "optimizer.weight_decay": 0.0, "tables.optimizer": "adagrad",
         # Where optax adds its eps, sums of squares begin with it.
         "tables.initial_square": EPS, "tables.eps": 0.0,
@@ -244,6 +244,8 @@ def main() -> int:
     parser.add_argument("--cache", type=pathlib.Path, default=data_lib.DATA_CACHE)
     parser.add_argument("--devices", type=int, default=1, help="of the trainer")
     parser.add_argument("--staleness", type=int, default=0, help="of the trainer: steps")
+    parser.add_argument("--schedule", default="constant", help="of the trainer's rates")
+    parser.add_argument("--warmup", type=int, default=0, help="of the trainer's rates: steps")
     parser.add_argument("--only", nargs="+", default=MODELS, choices=MODELS)
     args = parser.parse_args()
     source = f"{generated.PREFIXES[0]}{args.records}"

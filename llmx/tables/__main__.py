@@ -5,8 +5,8 @@
     python -m llmx.tables merge DIR2 --output DIR3                         # whole again
     python -m llmx.tables verify DIR2
 
-No accelerator is used, and memory does not depend on the size of the tables. Other programs read
-files of Parquet (--format parquet); `llmx.tables.online` and `start_from` read the others.
+No accelerator is used, and memory does not depend on the size of the tables. --format parquet is
+for other programs; all that reads exports takes both formats, and merge makes one of the other.
 """
 
 import argparse
@@ -35,8 +35,8 @@ def make_parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--since", metavar="DIR", help="an earlier export: only rows that have changed since"
     )
-    merge = commands.add_parser("merge", help="makes an increment whole")
-    merge.add_argument("export", help="a folder that export --since wrote")
+    merge = commands.add_parser("merge", help="makes an increment whole, or another format of it")
+    merge.add_argument("export", help="a folder that export wrote")
     for command in (export, merge):
         command.add_argument("--output", required=True, metavar="DIR", help="a new folder")
         command.add_argument(

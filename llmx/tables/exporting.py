@@ -95,8 +95,14 @@ def _write_table(
     block_rows: int, files: str, since: Export | None,
 ) -> dict[str, Any]:  # fmt: skip
     """One table; returns its entry in the manifest."""
-    writer = _Arrays if files == FILES else _Parquet
-    with contextlib.closing(writer(folder, number, table, content.slots, since is not None)) as out:
+    if files == FILES:
+        writer = _Arrays(folder, number, table, content.slots, since is not None)
+    else:
+        from llmx.tables import parquet_files
+
+        name = parquet_files.file_name(exports.file_name(number, table.name))
+        writer = parquet_files.Writer(folder / name, table, content.slots)
+    with contextlib.closing(writer) as out:
         for ids, arrays in _blocks(table, tuple(content.slots), source, block_rows, since):
             out.append(ids, arrays)
     return {
@@ -151,32 +157,3 @@ class _Arrays:
 
     def close(self) -> None:
         self.sums = {slot: file.close() for slot, file in self._files.items()}
-
-
-class _Parquet:
-    """The Parquet file of a table: "id", and "row" and slots as lists of fixed size."""
-
-    def __init__(self, folder, number: int, table: Table, slots: Mapping[str, bool], some: bool):
-        import pyarrow
-        from pyarrow import parquet
-
-        widths = {"row": table.width}
-        widths |= {slot: table.width if each else 1 for slot, each in slots.items()}
-        fields = [("id", pyarrow.int32())]
-        fields += [(name, pyarrow.list_(pyarrow.float32(), n)) for name, n in widths.items()]
-        self._schema, self.rows, self.sums = pyarrow.schema(fields), 0, {}
-        name = exports.file_name(number, table.name).removesuffix(".npy")
-        self._writer = parquet.ParquetWriter(folder / f"{name}.parquet", self._schema)
-
-    def append(self, ids: np.ndarray, arrays: Mapping[str, np.ndarray]) -> None:
-        import pyarrow
-
-        columns = [pyarrow.array(ids)]
-        for array in arrays.values():
-            flat = pyarrow.array(np.ascontiguousarray(array).reshape(-1))
-            columns.append(pyarrow.FixedSizeListArray.from_arrays(flat, array.shape[1]))
-        self._writer.write_batch(pyarrow.record_batch(columns, schema=self._schema))
-        self.rows += len(ids)
-
-    def close(self) -> None:
-        self._writer.close()

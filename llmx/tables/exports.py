@@ -1,12 +1,15 @@
-"""Exported tables on disk: rows in the order of ids, in files that are memory-mapped. NumPy only.
+"""Exported tables on disk: rows in the order of ids, in files that are memory-mapped or of Parquet.
+NumPy only, but for Parquet.
 
     manifest.json     tables, features, model, and a SHA-256 of each file's numbers and of itself
     000-C1.npy        the rows of a table, fp32 [rows, width]
     000-C1.squares.npy    what the optimizer keeps of them, if that was asked for
     dense.npz         the parameters of the network, by path
+    000-C1.parquet    in place of a table's .npy files, with `files` = "parquet" (`parquet_files`)
 
 An increment has only the rows whose bits have changed since another export, which it names by a
 relative path and by its checksum: beside 000-C1.npy there is 000-C1.ids.npy, ids that ascend.
+Exports of both kinds may be behind each other.
 
 Letters: R rows, W width.
 """
@@ -50,7 +53,7 @@ def file_name(number: int, table: str, slot: str = ROWS) -> str:
 class Part:
     """The rows of a table in one export."""
 
-    arrays: Mapping[str, np.ndarray]  # by slot, memory-mapped: [R, W] or [R, 1]
+    arrays: Mapping[str, Any]  # by slot, [R, W] or [R, 1]: memory-mapped, or `Column`s of Parquet
     ids: np.ndarray | None  # int32 [R], ascending; None = all ids
 
     def put(self, found: np.ndarray, ids: np.ndarray, slot: str) -> None:
@@ -138,7 +141,7 @@ def open_export(folder: str | os.PathLike, *, verify: bool = False) -> Export:
     parts: dict[str, list[Part]] = {one["name"]: [] for one in newest["tables"]}
     for place, manifest in reversed(chain):
         for number, one in enumerate(manifest["tables"]):
-            opened = _open_table(place, number, one, newest["slots"], verify)
+            opened = _open_table(place, manifest, number, verify)
             parts[one["name"]].append(opened)
         if verify:
             _check(place / DENSE, _hash_of(place / DENSE, 0), manifest["dense"])
@@ -154,11 +157,6 @@ def _chain(folder: pathlib.Path) -> Iterator[tuple[pathlib.Path, dict]]:
             raise ValueError(
                 f"{folder} is another export than the increment behind it was made from: bring "
                 "that one back, or export again"
-            )
-        if manifest["files"] != "npy":
-            raise ValueError(
-                f"{folder} has files of Parquet, which are not memory-mapped: export again without "
-                "--format parquet"
             )
         yield folder, manifest
         if manifest["since"] is None:
@@ -179,21 +177,27 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def _open_table(folder, number: int, one: Mapping, slots: Mapping[str, bool], verify: bool) -> Part:
+def _open_table(folder: pathlib.Path, manifest: Mapping, number: int, verify: bool) -> Part:
+    one, slots = manifest["tables"][number], manifest["slots"]
     rows, width = one["stored"], one["width"]
-    shapes = {ROWS: (rows, width)}
-    shapes |= {slot: (rows, width if each else 1) for slot, each in slots.items()}
-    is_whole = IDS not in one["sha256"]
-    arrays = {
-        slot: _mapped(folder / file_name(number, one["name"], slot), shape, np.float32)
-        for slot, shape in shapes.items()
-    }
-    if not is_whole:
-        path = folder / file_name(number, one["name"], IDS)
-        arrays[IDS] = _mapped(path, (rows,), np.int32)
+    widths = {ROWS: width} | {slot: width if each else 1 for slot, each in slots.items()}
+    has_ids = manifest["since"] is not None
+    path = lambda slot: folder / file_name(number, one["name"], slot)  # noqa: E731
+    if manifest["files"] != "npy":
+        from llmx.tables import parquet_files
+
+        file = folder / parquet_files.file_name(path(ROWS).name)
+        if not file.is_file():
+            raise ValueError(f"{file} is missing: export again")
+        if verify:
+            _check(file, _hash_of(file, 0), one["sha256"].get(parquet_files.FILE, "none"))
+        return Part(*parquet_files.read(file, rows, widths, ids=has_ids))
+    arrays = {slot: _mapped(path(slot), (rows, n), np.float32) for slot, n in widths.items()}
+    if has_ids:
+        arrays[IDS] = _mapped(path(IDS), (rows,), np.int32)
     for slot, array in arrays.items() if verify else ():
-        path = folder / file_name(number, one["name"], slot)
-        _check(path, _hash_of(path, path.stat().st_size - array.nbytes), one["sha256"][slot])
+        begin = path(slot).stat().st_size - array.nbytes
+        _check(path(slot), _hash_of(path(slot), begin), one["sha256"][slot])
     return Part(arrays, arrays.pop(IDS, None))
 
 

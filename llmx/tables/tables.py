@@ -264,7 +264,10 @@ class Tables:
         if not self.axes:
             rounds, taken = jnp.ones((), jnp.int32), {}
             for key, group in self.groups.items():
-                taken[key] = of_slots(key, jnp.where(asked[key] < group.none, asked[key], -1))
+                # Written, so that what follows reads few rows in their order and not the table.
+                taken[key] = jax.lax.optimization_barrier(
+                    of_slots(key, jnp.where(asked[key] < group.none, asked[key], -1))
+                )
         else:
             capacities = self.capacities(asked)
             rounds = requests.num_rounds(self.groups, asked, capacities, self.axes)

@@ -44,9 +44,11 @@ def make(transformers, name: str, values: dict, directory: pathlib.Path):
     import torch
 
     config = getattr(transformers, name)(**values)
-    theirs = transformers.AutoModelForCausalLM.from_config(
-        config, attn_implementation="eager"
-    ).eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)  # else the weights depend on which tests ran before
+        theirs = transformers.AutoModelForCausalLM.from_config(
+            config, attn_implementation="eager"
+        ).eval()
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         # Weights that make every part matter: random norms and biases, uneven attention.

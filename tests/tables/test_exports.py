@@ -270,8 +270,40 @@ def test_parquet_has_a_file_for_each_table(tmp_path):
         np.testing.assert_array_equal(rows, source.arrays["a", ROWS][ids])
         counts = np.stack(table["count"].to_numpy(zero_copy_only=False))
         np.testing.assert_array_equal(counts, source.arrays["a", "count"][ids])
-    with pytest.raises(ValueError, match="not memory-mapped"):
-        exports.open_export(tmp_path / "p")
+
+
+def test_parquet_is_read_back(tmp_path, capsys):
+    """In row groups, behind and before increments of the other kind; merged into the same files."""
+    source, folder, files = ById(), None, (exporting.PARQUET, exporting.FILES, exporting.PARQUET)
+    for number, kind in enumerate(files):
+        source.arrays["a", ROWS][[4, 17 + number]] += 1
+        export(tmp_path / f"{number}", source, since=folder, files=kind, step=3)
+        folder = tmp_path / f"{number}"
+        assert exports.open_export(folder, verify=True).step == 3
+        same(folder, source)
+    export(tmp_path / "whole", source, step=3)
+    assert command.main(["merge", str(folder), "--output", str(tmp_path / "merged")]) == 0
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "merged" / path.name).read_bytes(), path.name
+    opened = online.open_export(folder)
+    ids = np.random.default_rng(0).integers(-1, 50, (5, 7))
+    wanted = source.arrays["a", ROWS][np.maximum(ids, 0)] * (ids >= 0)[..., None]
+    np.testing.assert_array_equal(opened.lookup("a", ids), wanted)
+    capsys.readouterr()
+    path = tmp_path / "0" / "001-b.parquet"
+    raw = bytearray(path.read_bytes())
+    for change, said in ((len(raw) // 2, "checksum mismatch"), (len(raw) - 2, "export again")):
+        damaged = raw.copy()
+        damaged[change] ^= 1
+        path.write_bytes(damaged)
+        assert command.main(["verify", str(folder)]) == 2
+        assert said in capsys.readouterr().err
+    path.write_bytes((tmp_path / "0" / "000-a.parquet").read_bytes())
+    with pytest.raises(ValueError, match="the manifest says"):
+        exports.open_export(tmp_path / "0")
+    path.unlink()
+    with pytest.raises(ValueError, match=r"001-b\.parquet is missing: export again"):
+        exports.open_export(tmp_path / "0")
 
 
 def test_an_export_that_stops_leaves_nothing(tmp_path):
@@ -573,6 +605,7 @@ STARTS = {
         mesh={"data": 2}, tables__split="whole"
     ), "columns": dict(mesh={"data": 4}, tables__split="columns"),
     "another optimizer": dict(mesh={"data": 2}, tables__optimizer="sgd"),
+    "of Parquet": dict(mesh={"data": 2}),
 }  # fmt: skip
 
 
@@ -582,6 +615,7 @@ def exported(tmp_path_factory):
     source, params = checkpoint(folder, 4)
     args = ["--workdir", str(folder / "run"), "--optimizer-state", "--output", str(folder / "a")]
     assert command.main(["export", *args]) == 0
+    assert command.main(["export", *args[:-1], str(folder / "p"), "--format", "parquet"]) == 0
     return folder, source, params
 
 
@@ -590,7 +624,8 @@ def test_a_run_begins_with_an_export(exported, name):
     """On another number of devices and by another split: rows and the optimizer's state are the
     same, bit for bit."""
     folder, source, params = exported
-    config = config_of(folder, start_from=str(folder / "a"), **STARTS[name])
+    place = folder / ("p" if name == "of Parquet" else "a")
+    config = config_of(folder, start_from=str(place), **STARTS[name])
     recipe, said = runs.make_recipe(config), []
     with jax.set_mesh(recipe.mesh):
         state = recipe.init_constraints(recipe.init(0))
