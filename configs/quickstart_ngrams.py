@@ -2,6 +2,7 @@
 
     python -m llmx.train --config configs/quickstart_ngrams.py
     python -m llmx.evaluate --workdir runs/quickstart_ngrams
+    python -m llmx.generate --workdir runs/quickstart_ngrams --prompt "def "
     python -m llmx.aot --config configs/quickstart_ngrams.py --topology v5e:1x1
 
 Two tables have 65,536 rows each, 20 times the parameters of the model; a step reads and updates the
@@ -21,5 +22,4 @@ def get_config() -> config.Config:
     run.workdir = "runs/quickstart_ngrams"
     run.model.ngram_tables = (2, 3)
     run.tables.optimizer, run.tables.learning_rate = "adagrad", 0.1
-    run.sample.prompt = ""  # generation does not look rows up
     return run

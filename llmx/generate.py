@@ -129,7 +129,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _continue(args: argparse.Namespace) -> None:
-    config = config_lib.load_run(args.workdir)
+    config = config_lib.load_run(args.workdir, with_ngrams=True)
     texts = _prompt_texts(args, config.sample.prompt)
     coder = tokenizers.of_run(args.workdir)
     prompts = [coder.encode_prompt(text).tolist() for text in texts for _ in range(args.samples)]
@@ -156,7 +156,10 @@ def _continue(args: argparse.Namespace) -> None:
 
 def _write(args: argparse.Namespace) -> None:
     """Continuations of prompts, or of pieces of a text, as JSON lines."""
-    config, coder = config_lib.load_run(args.workdir), tokenizers.of_run(args.workdir)
+    config, coder = (
+        config_lib.load_run(args.workdir, with_ngrams=True),
+        tokenizers.of_run(args.workdir),
+    )
     for name, least in (("prompt_tokens", 1), ("number", 1), ("batch", 1)):
         if vars(args)[name] < least:
             flag = name.replace("_", "-")
@@ -270,7 +273,10 @@ def _chat(args: argparse.Namespace) -> None:
     """A conversation, a line of standard input a turn."""
     if args.prompt or args.prompt_file or args.samples != 1:
         raise ValueError("--chat reads turns from standard input: leave out prompts and --samples")
-    config, coder = config_lib.load_run(args.workdir), tokenizers.of_run(args.workdir)
+    config, coder = (
+        config_lib.load_run(args.workdir, with_ngrams=True),
+        tokenizers.of_run(args.workdir),
+    )
     template = chat.template_of(coder)
     _, *how = _settings(args, config, 1).values()
     if problems := list(sampling.sampling_problems(*how)):

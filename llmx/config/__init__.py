@@ -243,19 +243,26 @@ def save_run(config: Config):
     temporary.replace(path)
 
 
-def load_run(workdir: str) -> Config:
+def load_run(workdir: str, *, with_ngrams: bool = False) -> Config:
     """The resolved config of the run in `workdir`, whose model is a decoder without sparse tables.
+
+    with_ngrams: it may have tables of n-grams, whose rows are on the devices.
 
     Raises ValueError where there is none, a damaged one, or one of another model.
     """
     config = load_run_with_tables(workdir)
-    if config.model.recommender.name or config.model.ngram_tables:
+    has = ""
+    if config.model.recommender.name:
+        has = f"model.recommender.name={config.model.recommender.name!r}"
+    elif config.model.ngram_tables and not with_ngrams:
         has = f"model.ngram_tables={config.model.ngram_tables}"
-        if config.model.recommender.name:
-            has = f"model.recommender.name={config.model.recommender.name!r}"
+    elif config.model.ngram_tables and config.tables.cache_rows:
+        has = f"model.ngram_tables={config.model.ngram_tables} and "
+        has += f"tables.cache_rows={config.tables.cache_rows}"
+    if has:
         raise ValueError(
-            f"{workdir} is a run with sparse tables ({has}), whose rows only training and the "
-            "held-out loss look up: python -m llmx.evaluate --workdir ... evaluates it"
+            f"{workdir} is a run with sparse tables ({has}), whose rows this command does not look "
+            "up: python -m llmx.evaluate --workdir ... evaluates it"
         )
     return config
 

@@ -7,6 +7,7 @@ from llmx.config import Config, get_value, preference_checks
 from llmx.data import config as data_config
 from llmx.data import remote
 from llmx.data.records import dataset as records
+from llmx.data.records import generated
 from llmx.model import looked_up
 from llmx.model.recommender import config as recommender_config
 from llmx.runtime import bounds
@@ -97,9 +98,32 @@ ALONE = {
     "pruning.method": (masks.NONE, "it was not tried"),
     "quantization.bits": (0, "it was not tried"),
     "packed.format": ("", "codes have no gradient"),
-    "evaluation.choices": ((), "answers are scored without tables"),
-    "sample.prompt": ("", "generation does not look rows up"),
 }  # fmt: skip
+
+
+# Keys of `model.recommender` that only one model of clicks reads.
+OF_MODELS = {
+    "cross_layers": "dcn", "cross_rank": "dcn", "structure": "dcn", "attention": "din",
+    "histories": "din",
+}  # fmt: skip
+# Keys of `model` that a model of clicks has too, or that are filled in.
+NOT_OF_DECODERS = ("recommender", "own", "vocab_size", "ngram_tables", "ngram_rows")
+
+
+def _of_clicks(config: Config) -> Iterator[str]:
+    """What a model of clicks does not read."""
+    name, source = config.model.recommender.name, config.data.sources[:1]
+    reason = f"with model.recommender.name={name!r}: leave it out"
+    others = {
+        key: f"{reason}, or choose {of!r}" for key, of in OF_MODELS.items() if of != name
+    }  # fmt: skip
+    yield from bounds.without_effect(config.model.recommender, "model.recommender.", others)
+    of_decoders = {key: reason for key in vars(config.model) if key not in NOT_OF_DECODERS}
+    yield from bounds.without_effect(config.model, "model.", of_decoders)
+    yield from bounds.without_effect(config.loss, "loss.", dict.fromkeys(vars(config.loss), reason))
+    if source and source[0].startswith(generated.PREFIXES):
+        why = f"with data.sources={config.data.sources}, which have labels: leave it out"
+        yield from bounds.without_effect(config.data.records, "data.records.", {"label": why})
 
 
 # Keys of `tables` that only some optimizers of rows read.
@@ -153,6 +177,9 @@ def _cache_problems(config: Config) -> Iterator[str]:
             f"start_from={config.start_from!r} with {key}: rows of an export are of whole tables; "
             "begin without it, or without a cache"
         )
+    for asked, empty in (("sample.prompt", ""), ("evaluation.choices", ())):
+        if (value := get_value(config, asked)) != empty:
+            yield f"{asked}={value!r} with {key}: rows of the host are not read there; leave it out"
     if folder := config.checkpoint.local_directory:
         yield (
             f"checkpoint.local_directory={folder!r} with {key}: rows of the host are in "
@@ -176,6 +203,9 @@ def _cache_problems(config: Config) -> Iterator[str]:
 def problems(config: Config) -> Iterator[str]:
     """Problems of the tables; those of the sections have been found."""
     orders, name = config.model.ngram_tables, config.model.recommender.name
+    if not orders:
+        why = "without tables of n-grams: set model.ngram_tables, or leave it out"
+        yield from bounds.without_effect(config.model, "model.", {"ngram_rows": why})
     if not orders and not name:
         default = TablesConfig()
         yield from (
@@ -191,6 +221,8 @@ def problems(config: Config) -> Iterator[str]:
             )
         return
     what = f"model.recommender.name={name!r}" if name else f"model.ngram_tables={orders}"
+    if name:
+        yield from _of_clicks(config)
     for key, (wanted, why) in ALONE.items():
         if (value := get_value(config, key)) != wanted:
             yield f"{key}={value!r} with {what}: {why}; use {key}={wanted!r}"

@@ -78,8 +78,10 @@ def _evaluate(args: argparse.Namespace) -> tuple[int, dict[str, float], str]:
     if args.batches is not None and args.batches < 0:
         raise ValueError(f"--batches={args.batches} must be at least 0: 0 is the whole split")
     args.workdir = mirror.reading(args.workdir)
-    load = config.load_run if args.choices else config.load_run_with_tables
-    run = load(args.workdir)
+    if args.choices:
+        run = config.load_run(args.workdir, with_ngrams=True)
+    else:
+        run = config.load_run_with_tables(args.workdir)
     tokenizers.require(args.workdir)
     launch.start(launch.elsewhere(run.launch))
     own_data = not (args.data or args.choices)

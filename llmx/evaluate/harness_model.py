@@ -70,7 +70,7 @@ class LlmxLM(TemplateLM):
             )
         try:
             workdir = mirror.reading(workdir)
-            run = config.load_run(workdir)
+            run = config.load_run(workdir, with_ngrams=True)
             self._coder = tokenizers.of_run(workdir)
             launch.start(
                 launch.LaunchConfig(coordinator="none", compile_cache=run.launch.compile_cache)

@@ -111,10 +111,8 @@ class Apply:
         mask = self_mask(rows["segment_ids"], rows["positions"], execution)
         x_BTD = self.embedded(
             params, rows["tokens"], mask, execution, grad_buffers=grad_buffers,
-            noise_BT=rows.get("noise"),
+            noise_BT=rows.get("noise"), taken=batch,
         )  # fmt: skip
-        if execution.tables is not None:
-            x_BTD = self._with_ngrams(params, batch, x_BTD, execution)
         with_outputs = distillation.LAYERS in rows
         x_BTD, outputs = self.apply_layers(
             params["blocks"], x_BTD, mask, execution, grad_buffers=block_buffers,
@@ -133,14 +131,28 @@ class Apply:
         orders, rows = self.model.ngram_tables, self.model.ngram_rows
         return looked_up.ngrams(orders, rows, batch["tokens"], batch["positions"])
 
-    def _with_ngrams(self, params: dict, batch: dict, x_BTD: Array, execution: Execution) -> Array:
-        """Embedded tokens with the rows of the n-grams that end there added."""
-        tables = execution.tables
+    def _with_ngrams(self, x_BTD: Array, params: dict, batch: dict, execution: Execution) -> Array:
+        """Embedded tokens with the rows of the n-grams that end there added.
+
+        Where `batch` has more tokens than are embedded, the first ones are those before them.
+        """
+        tables, (B, T, _) = execution.tables, x_BTD.shape
+        num_added = -B % tables.devices
+        if looked_up.TABLES in params:
+            tables = tables.of_length(batch["tokens"].shape[1])
+            # Each device looks as many rows of the batch up; nobody reads those that are added.
+            batch = {
+                name: jax.sharding.reshard(_with_rows(batch[name], num_added), tables.split)
+                for name in (*self.id_arrays, looked_up.IDS) if name in batch
+            }  # fmt: skip
         params, batch = looked_up.with_rows(params, batch, tables, self.table_ids(tables, batch))
         embedded = tables.combine(params[looked_up.ROWS], looked_up.plan_of(batch, tables))
         to = jax.typeof(x_BTD).sharding.spec
         for rows_BTD in embedded.values():
-            x_BTD = x_BTD + jax.sharding.reshard(rows_BTD.astype(x_BTD.dtype), to)
+            own_BTD = rows_BTD[:, -T:].astype(x_BTD.dtype)
+            if num_added:
+                own_BTD = jax.sharding.reshard(own_BTD, jax.P())[:B]
+            x_BTD += jax.sharding.reshard(own_BTD, to)
         return x_BTD
 
     def last_hidden(
@@ -221,7 +233,8 @@ class Apply:
 
         "blocks", and "first" where there are such layers: two arrays [L, B, S, ...] of each pass
         through a layer, compute dtype or as `execution.kv_cache` says, keys and values [.., K, H]
-        or what `cache.arrays_of` says; "segments" and "positions": int32 [B, S].
+        or what `cache.arrays_of` says; "segments" and "positions": int32 [B, S]; with tables of
+        n-grams the last tokens of each row, as many as an n-gram may begin with.
         """
         model, place = self.model, execution.place
         ways = place.size(slot_axes(place))
@@ -241,7 +254,12 @@ class Apply:
         layers |= {"first": empty(model.num_first)} if model.num_first else {}
         unseen_BS = place.constrain(jnp.full((batch, length), -1, jnp.int32), CACHE[1:3])
         positions_BS = place.constrain(jnp.zeros((batch, length), jnp.int32), CACHE[1:3])
-        return layers | dict(segments=unseen_BS, positions=positions_BS)
+        empty_cache = layers | dict(segments=unseen_BS, positions=positions_BS)
+        if execution.tables is not None:
+            num_before = max(model.ngram_tables) - 1
+            before_BN = jnp.zeros((batch, num_before), jnp.int32)
+            empty_cache[looked_up.BEFORE] = place.constrain(before_BN, (CACHE[1], None))
+        return empty_cache
 
     def decode(
         self, params: dict, cache: dict, tokens_BT: Int[Array, "B T"], segments_BT, positions_BT,
@@ -259,14 +277,19 @@ class Apply:
         segments_BS = write_slots(cache["segments"], segments_BT, now, place=place)
         positions_BS = write_slots(cache["positions"], positions_BT, now, place=place)
         mask = Mask(segments_BT, positions_BT, segments_BS, positions_BS)
-        x_BTD, layers = self.looked_up(params, tokens_BT, positions_BT, execution), {}
+        x_BTD, new = self.looked_up(params, tokens_BT, positions_BT, execution), {}
+        if execution.tables is not None:
+            batch, new[looked_up.BEFORE] = looked_up.continued(
+                cache[looked_up.BEFORE], tokens_BT, positions_BT, is_text_BT=segments_BT >= 0
+            )
+            x_BTD = self._with_ngrams(x_BTD, params, batch, execution)
         stacks = {"first": self.first_layers} if self.model.num_first else {}
         for name, apply in (stacks | {"blocks": self}).items():
-            x_BTD, layers[name] = apply.apply_layers(
+            x_BTD, new[name] = apply.apply_layers(
                 params[name], x_BTD, mask, execution, cache=cache[name], now=now
             )
-        cache = layers | dict(segments=segments_BS, positions=positions_BS)
-        return self._head(params, x_BTD, execution), cache
+        new |= dict(segments=segments_BS, positions=positions_BS)
+        return self._head(params, x_BTD, execution), new
 
     @functools.cached_property
     def _axes(self) -> dict:
@@ -308,11 +331,17 @@ class Apply:
     def embedded(
         self, params: dict, tokens_BT, mask: Mask, execution: Execution, *,
         grad_buffers: dict | None = None, noise_BT: Array | None = None,
+        taken: dict | None = None,
     ) -> Float[Array, "B T D"]:  # fmt: skip
         """The input of the first of the blocks, in the compute dtype: of tokens looked up, and gone
         through first layers, if there are any, whose `grad_buffers` and noise are as in `losses`.
+
+        taken: the batch, where rows of tables are among the parameters; else they are looked up.
         """
         x_BTD = self.looked_up(params, tokens_BT, mask.positions_BT, execution)
+        if execution.tables is not None:
+            own = dict(tokens=tokens_BT, positions=mask.positions_BT)
+            x_BTD = self._with_ngrams(x_BTD, params, taken or own, execution)
         if not self.model.num_first:
             return x_BTD
         return self.first_layers.apply_layers(
@@ -524,6 +553,11 @@ def _on_device(weight: Array) -> Array:
     if jax.typeof(weight).memory_space == jax.memory.Space.Device:
         return weight
     return jax.device_put(weight, jax.memory.Space.Device)
+
+
+def _with_rows(array: Array, number: int) -> Array:
+    """So many rows of zeros behind those that are there."""
+    return jnp.pad(array, ((0, number), *[(0, 0)] * (array.ndim - 1))) if number else array
 
 
 def self_mask(segments_BT, positions_BT, execution: Execution) -> Mask:

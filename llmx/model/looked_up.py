@@ -22,6 +22,7 @@ TABLES = "tables"  # the tables' state; also in State.extra
 IDS = "ids"  # of a batch: of records, and what the host has said to the devices
 LATE = "late_rows"  # in State.extra: updates and rows that are under way, `llmx.tables.late`
 NEXT = "next_"  # before the name of an array that a batch has of the one after it
+BEFORE = "before"  # of a cache of keys and values: the last tokens of each row
 PLACE, PRESENT = "place", "present"  # of a plan, by width; a batch has them after a lookup
 
 
@@ -107,3 +108,15 @@ def ngrams(
         ids = (bits % xp.uint32(rows)).astype(xp.int32)
         found[ngram_name(order)] = xp.where(positions_BT >= order - 1, ids, -1)
     return found
+
+
+def continued(
+    before_BN: jax.Array, tokens_BT: jax.Array, positions_BT: jax.Array, *, is_text_BT: jax.Array
+) -> tuple[dict, jax.Array]:
+    """Tokens with those before them, and their positions, [B, N + T], of which n-grams are made;
+    and what will be before the next ones, [B, N]. Text is on the left of what fills a row up."""
+    N = before_BN.shape[1]
+    tokens_BM = jnp.concatenate([before_BN, tokens_BT.astype(jnp.int32)], axis=1)
+    batch = dict(tokens=tokens_BM, positions=jnp.pad(positions_BT, ((0, 0), (N, 0))))
+    at_BN = is_text_BT.sum(axis=1, dtype=jnp.int32)[:, None] + jnp.arange(N, dtype=jnp.int32)
+    return batch, jnp.take_along_axis(tokens_BM, at_BN, axis=1)

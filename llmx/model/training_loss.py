@@ -103,7 +103,10 @@ class TrainingLoss:
     def rounded(self, params: Any, extra: Mapping[str, Any] | tuple = ()) -> Any:
         """The model's parameters as it is evaluated, outside of programs: those that are quantized
         as their codes' numbers, and with the ranges of their inputs where the states `extra` of the
-        transforms have averages of these. Communicates as `quantization.quantized_weights` does."""
+        transforms have averages of these; with its tables, if these have some. Communicates as
+        `quantization.quantized_weights` does."""
+        if self.execution.tables is not None:
+            return params | {looked_up.TABLES: dict(extra)[looked_up.TABLES]}
         compute = self.execution.policy.compute
         params = quantization.dequantized_on_mesh(params, self.quantization, compute)
         if not isinstance(averages := dict(extra).get(quantized.RANGES), quantized.Averages):
@@ -243,8 +246,6 @@ class TrainingLoss:
     def evaluated(self, params: Any, frozen: Any, extra: Mapping[str, Any] | tuple = ()) -> Any:
         """What `summed` takes, of what is trained, what is not, and the states of the transforms;
         outside of programs."""
-        if self.execution.tables is not None:
-            return self.joined(params, frozen) | {looked_up.TABLES: extra[looked_up.TABLES]}
         joined = self.rounded(self.joined(params, frozen), extra)
         return joined if self.preference is None else (joined, frozen)
 

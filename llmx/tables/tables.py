@@ -149,6 +149,11 @@ class Tables:
             local_axes=tuple(axis for axis in self.axes if axis in axes),
         )  # fmt: skip
 
+    def of_length(self, length: int) -> "Tables":
+        """The same for records of so many ids of each feature. Only to `take` and `combine`."""
+        features = (dataclasses.replace(one, length=length) for one in self.features)
+        return dataclasses.replace(self, features=tuple(features))
+
     def abstract_rows(self, num_records: int) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes with shardings of the rows that so many records look up, by width."""
         to, found = NamedSharding(self.mesh, self.split), {}

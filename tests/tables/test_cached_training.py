@@ -68,6 +68,7 @@ CACHE = dict(tables__cache_rows=600, tables__host_gib=0.01)
         ("dlrm", CACHE | dict(workdir="s3://bucket/run"), "are not read from object stores"),
         ("dlrm", CACHE | dict(tables__staleness=1), "an update that waits could come to a slot"),
         ("dlrm", CACHE | dict(mesh={"data": 2}, sync__strategy="one_bit"), "it was not tried"),
+        ("ngrams", CACHE | dict(sample__prompt="a"), "rows of the host are not read there"),
         ("ngrams", CACHE | dict(launch__num_processes=2), "rows are in the memory of one host"),
     ],
 )

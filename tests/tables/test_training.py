@@ -263,7 +263,8 @@ def test_a_run_goes_on_bit_for_bit_and_on_other_devices(tmp_path):
             "sync.groups=2 with",
         ),
         ("dlrm", dict(tables__staleness=65), "tables.staleness=65"),
-        ("ngrams", dict(sample__prompt="a"), "generation does not look rows up"),
+        ("dlrm", dict(sample__prompt="a"), "generation is the decoder's"),
+        ("dlrm", dict(loss__z_loss=0.1), "loss.z_loss=0.1 has no effect with model.recommender"),
         ("ngrams", dict(tables__optimizer="adagrad2"), "adagrad2"),
         ("dlrm", dict(tables__optimizer="row_adagrad", tables__split="columns"), "row_adagrad"),
         (
