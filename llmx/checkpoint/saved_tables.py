@@ -24,13 +24,10 @@ class SavedTables(NamedTuple):
     """What an export takes of a checkpoint."""
 
     step: int
-    meta: Mapping[str, Any]
     source: ByDevice
     devices: int  # that had the tables
-    dense: dict[
-        str, np.ndarray
-    ]  # parameters of the network by path, in fp32 where numpy's files have no
-    # such dtype
+    # Parameters of the network by path, in fp32 where numpy's files have no such dtype
+    dense: dict[str, np.ndarray]
 
     def block_rows(self, table: Table, *, slots: int, num_bytes: int) -> int:
         """See `by_id.block_rows`."""
@@ -76,7 +73,7 @@ def open_saved(
     source = by_id.of_state(state, tables, features, devices, slots=slots, due=True)
     params = _restored(workdir, "params", found.step, log).state
     dense = {name: _in_numpy(leaf[...]) for name, leaf in trees.named(params).items()}
-    return SavedTables(found.step, found.meta, source, devices, dense)
+    return SavedTables(found.step, source, devices, dense)
 
 
 def _restored(workdir: str, place: str, step: int | None, log: Callable[[str], None]):

@@ -1,8 +1,10 @@
 """What the sections `tables` and `model.recommender` say together with the data."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
+from llmx import sharding
 from llmx.config import Config, get_value, preference_checks
 from llmx.data import config as data_config
 from llmx.data import remote
@@ -12,8 +14,9 @@ from llmx.model import looked_up
 from llmx.model.recommender import config as recommender_config
 from llmx.runtime import bounds
 from llmx.step.transforms import masks
+from llmx.tables import cached, exports, host_rows, row_optimizers
 from llmx.tables import config as tables_config
-from llmx.tables import exports, host_rows, row_optimizers
+from llmx.tables import tables as tables_lib
 from llmx.tables.config import Feature, Table, TablesConfig
 
 
@@ -142,13 +145,6 @@ def _of_optimizer(config: Config) -> Iterator[str]:
         for key, names in OF_OPTIMIZERS.items() if optimizer not in names
     }  # fmt: skip
     yield from bounds.without_effect(config.tables, "tables.", of_others)
-    if config.tables.weight_decay and config.tables.optimizer == "ftrl":
-        yield "tables.weight_decay with tables.optimizer='ftrl': use tables.l2"
-    if config.tables.split == "columns" and config.tables.optimizer == "row_adagrad":
-        yield (
-            "tables.split='columns' with tables.optimizer='row_adagrad', which has one number of a "
-            "whole row: use tables.optimizer='adagrad', or tables.split='rows'"
-        )
 
 
 def _cache_problems(config: Config) -> Iterator[str]:
@@ -254,7 +250,11 @@ def problems(config: Config) -> Iterator[str]:
         )
     yield from _of_optimizer(config)
     yield from _cache_problems(config)
-    listed = tables_of(config)
-    if config.tables.cache_rows:
-        listed = [dataclasses.replace(one, rows=one.rows or 1) for one in listed]
-    yield from tables_config.problems(listed, features_of(config))
+    listed, features, settings = tables_of(config), features_of(config), config.tables
+    if settings.cache_rows:
+        known = [dataclasses.replace(one, rows=one.rows or 1) for one in listed]
+        yield from tables_config.problems(known, features)
+        table, features = cached.on_devices(listed, features, settings.cache_rows)
+        listed = [table]
+    devices = math.prod(max(1, vars(config.mesh)[axis]) for axis in sharding.BATCH_AXES)
+    yield from tables_lib.problems(listed, features, settings, devices)

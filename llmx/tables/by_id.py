@@ -69,7 +69,7 @@ def of_state(
         key = str(group.width)
         # As it was saved: an older version had less room behind the last row.
         groups[key] = dataclasses.replace(group, slots=state.rows[key].shape[0] // devices)
-    decay = float(np.asarray(state.decay[...])) if due else None
+    decay = float(np.asarray(state.decay[...])[0]) if due else None
     of_row = {DECAYED, *(name for name, each in slots.items() if not each)}
     return ByDevice(groups, state.rows, state.slots, frozenset(of_row), decay)
 

@@ -100,10 +100,10 @@ class Cached:
 
         Args:
           state: donated.
-          ids_BK: of all features side by side, in their order; -1 = none. Ids that a table does not
-            have count as none.
+          ids_BK: of all features side by side, in their order; -1 = none.
 
-        Returns slots int32 [B, K], -1 = none. Raises CacheTooSmall.
+        Returns slots int32 [B, K], -1 = none. To be called once before each step, in their order.
+        Raises CacheTooSmall, and ValueError for an id that its table does not have.
         """
         self._cache.settle()
         there_BK, keys = self._columns.keys(ids_BK)
@@ -162,15 +162,25 @@ class _Columns:
     def __init__(self, virtual: Virtual):
         number = {table.name: number for number, table in enumerate(virtual.tables)}
         rows = {table.name: table.rows or 2**63 for table in virtual.tables}
-        of_each = [one.table for one in virtual.features for _ in range(one.columns)]
-        self._tables_K = np.array([number[name] for name in of_each], np.uint16)
-        self._rows_K = np.array([rows[name] for name in of_each], np.uint64)
+        self._features_K = [one for one in virtual.features for _ in range(one.columns)]
+        self._tables_K = np.array([number[one.table] for one in self._features_K], np.uint16)
+        self._last_K = np.array([rows[one.table] - 1 for one in self._features_K], np.int64)
 
     def keys(self, ids_BK: np.ndarray) -> tuple[np.ndarray, Keys]:
         """Which ids there are, bool [B, K], and these, [N]."""
         ids_BK = np.asarray(ids_BK)
         assert ids_BK.ndim == 2 and ids_BK.shape[1] == len(self._tables_K), ids_BK.shape
-        there_BK = (ids_BK >= 0) & (ids_BK.astype(np.uint64) < self._rows_K)
+        wrong_BK = (ids_BK < -1) | (ids_BK.astype(np.int64) > self._last_K)
+        if wrong_BK.any():
+            record, column = np.argwhere(wrong_BK)[0]
+            feature = self._features_K[column]
+            raise ValueError(
+                f"table {feature.table!r}: id {ids_BK[record, column]} of feature "
+                f"{feature.name!r} in record {record:,} of a batch is not from 0 to "
+                f"{self._last_K[column]:,}: hash ids, or make the table larger; -1 says that there "
+                "is no id"
+            )
+        there_BK = ids_BK >= 0
         tables_BK = np.broadcast_to(self._tables_K, ids_BK.shape)
         return there_BK, Keys(ids_BK[there_BK].astype(np.uint64), tables_BK[there_BK])
 

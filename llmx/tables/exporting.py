@@ -82,6 +82,12 @@ def _require_same_tables(content: Content, since: Export) -> None:
     of = lambda tables: [(one.name, one.rows, one.width) for one in tables]  # noqa: E731
     if of(content.tables) != of(since.tables.values()):
         raise ValueError(f"--since {since.folder} has other tables: export all, without --since")
+    features = [dataclasses.asdict(one) for one in content.features]
+    if features != since.manifest["features"]:
+        raise ValueError(
+            f"--since {since.folder} has other features, or combines them otherwise "
+            "(tables.combine): export all, without --since"
+        )
     if dict(content.slots) != dict(since.manifest["slots"]):
         raise ValueError(
             f"--since {since.folder} has {list(since.slots) or 'nothing'} of the optimizer, and "

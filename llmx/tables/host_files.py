@@ -10,6 +10,7 @@ Only rows that are there are written, so that the files fit a host with more or 
 
 import hashlib
 import json
+import math
 import os
 import pathlib
 from typing import Any
@@ -112,9 +113,10 @@ def load(rows: HostRows, folder: Any) -> None:
         )
     num_rows, num_seen = entries["ids"]["shape"][0], entries["seen_ids"]["shape"][0]
     if num_rows > rows.capacity:
+        more = math.ceil(1000 * num_rows / rows.capacity) / 1000
         raise ValueError(
             f"{folder} has {num_rows:,} rows, and tables.host_gib is for {rows.capacity:,}: set it "
-            f"to at least {num_rows / rows.capacity:.2f} times as much"
+            f"to at least {more:.3f} times as much"
         )
     read = lambda name: np.memmap(  # noqa: E731
         folder / f"{name}.array", entries[name]["dtype"], "r", shape=tuple(entries[name]["shape"])

@@ -35,10 +35,3 @@ def uniform(seed: Any, table: Any, ids_R: Any, columns_W: Any, xp: Any = np) -> 
     bits_RW = mixed(rows_R[:, None] ^ (columns_W * xp.uint32(_GOLDEN))[None, :], xp)
     # 24 bits are what a number of fp32 holds.
     return (bits_RW >> xp.uint32(8)).astype(xp.float32) * xp.float32(2.0**-23) - xp.float32(1.0)
-
-
-def hashed(ids: Any, buckets: int, *, salt: int = 0, xp: Any = np) -> Any:
-    """Ids of any size below 2^32, in buckets: int32; negative ones stay."""
-    ids = xp.asarray(ids)
-    bits = mixed(ids.astype(xp.uint32) + xp.uint32(salt * _GOLDEN & 0xFFFFFFFF), xp)
-    return xp.where(ids < 0, -1, (bits % xp.uint32(buckets)).astype(xp.int32))

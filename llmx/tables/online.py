@@ -57,12 +57,22 @@ class Online:
 
         weights_BL: rows are multiplied by them first; means are divided by their sum.
         """
-        how = self.export.features[feature]
+        how = self._feature(feature)
         ids_BL = np.asarray(ids_BL)
+        if ids_BL.ndim != 2 or ids_BL.shape[1] > how.length:
+            raise ValueError(
+                f"feature {feature!r}: ids of shape {list(ids_BL.shape)}, and they are [B, L] with "
+                f"L up to {how.length}: one row for each record"
+            )
         rows_BLW, there_BL = self.lookup(how.table, ids_BL), ids_BL >= 0
         scale_BL = there_BL.astype(np.float32)
         if weights_BL is not None:
             weights_BL = np.asarray(weights_BL, np.float32)
+            if weights_BL.shape != ids_BL.shape:
+                raise ValueError(
+                    f"feature {feature!r}: weights of shape {list(weights_BL.shape)} for ids of "
+                    f"shape {list(ids_BL.shape)}: give each id one"
+                )
             if not (np.isfinite(weights_BL) & (weights_BL >= 0)).all():
                 raise ValueError(f"feature {feature!r}: weights of ids are finite and not below 0")
             scale_BL = scale_BL * weights_BL
@@ -92,6 +102,11 @@ class Online:
         as_bytes = np.array([*encoded, b"."], dtype=bytes)[:-1]  # of one byte at least
         found = hashing.of_texts(as_bytes, Feature(table, self._table(table).rows))
         return np.where(as_bytes == b"", np.int32(-1), found[:, 0])
+
+    def _feature(self, name: str):
+        if name not in (features := self.export.features):
+            raise ValueError(f"there is no feature {name!r}: use one of {', '.join(features)}")
+        return features[name]
 
     def _table(self, name: str):
         tables: Mapping = self.export.tables

@@ -108,7 +108,8 @@ def _group(
     if devices * slots > LARGEST:
         raise ValueError(
             f"tables of width {width} have {devices * slots:,} rows with those that fill up the "
-            f"devices: at most {LARGEST:,} rows can be numbered: give some of them another width"
+            f"devices: at most {LARGEST:,} rows can be numbered: use fewer (data.records.rows), or "
+            "give some of them another width"
         )
     return Group(width, tuple(parts), slots, devices)
 

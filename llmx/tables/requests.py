@@ -2,9 +2,9 @@
 
 All of it is the text of one device, in a manual region. Rows are numbers: device x slots + slot;
 `none` stands for no row. In a round every device may ask every other for `capacity` rows of each
-group. Usually one round is enough. Otherwise the slots are divided into as many classes
-(slot % rounds) as it takes for each to fit, and a round has one class: so all that is said of a row
-is said in one round, and an update of it can be made there.
+group. Usually one round is enough. Otherwise round i has the rows whose slot % rounds is i, with as
+many rounds as it takes for each to fit: so all gradients of a row arrive in the same round, and its
+update is made there, once.
 
 Letters: K ids of the device, U = K places for different ones, n devices, C capacity, M = n C.
 """

@@ -5,7 +5,9 @@
     row_adagrad  s += mean(g^2);      the same, one s of a row          (FBGEMM's, arXiv 2101.05615)
     adam         m, v as usual;       w -= lr m^ / (sqrt(v^) + eps), where a step touches the row
                                       ("lazy"), by the number of steps that touched it
-    ftrl         z, n of each number; w in closed form                       (McMahan et al. 2013)
+    ftrl         n += g^2; z += g - (1/eta - 1/eta') w; w in closed form     (McMahan et al. 2013)
+                 1/eta = (eps + sqrt(n)) / lr, eta' of the row's last update: a rate that a
+                 schedule has changed moves no row by itself
 
 Letters: R rows that are touched, W width.
 """
@@ -76,20 +78,22 @@ def _adam(config: TablesConfig) -> RowOptimizer:
 
 def _ftrl(config: TablesConfig) -> RowOptimizer:
     def update(rows, slots, g, rate):
+        is_on, begun = rate > 0, slots["rate"] > 0
+        rate = jnp.where(is_on, rate, 1.0)
         n = slots["n"] + jnp.square(g)
-        sigma = (jnp.sqrt(n) - jnp.sqrt(slots["n"])) / rate
+        of_root = lambda n, rate: (config.eps + jnp.sqrt(n)) / rate  # noqa: E731
+        before, now = of_root(slots["n"], jnp.where(begun, slots["rate"], rate)), of_root(n, rate)
         # Rows that begin elsewhere than at 0 have the z that puts them there.
-        begun = slots["begun"] > 0
-        z = jnp.where(begun, slots["z"], -rows * (config.eps / rate + config.l2)) + g - sigma * rows
+        z = jnp.where(begun, slots["z"], -rows * (before + config.l2)) + g - (now - before) * rows
         pulled = jnp.sign(z) * config.l1 - z
-        new = jnp.where(
-            jnp.abs(z) <= config.l1, 0.0,
-            pulled / ((config.eps + jnp.sqrt(n)) / rate + config.l2),
-        )  # fmt: skip
-        return new, {"z": z, "n": n, "begun": jnp.ones_like(slots["begun"])}
+        new = jnp.where(jnp.abs(z) <= config.l1, 0.0, pulled / (now + config.l2))
+        new_slots = {"z": z, "n": n, "rate": jnp.broadcast_to(rate, slots["rate"].shape)}
+        # Without a rate nothing moves.
+        keep = lambda new, old: jnp.where(is_on, new, old)  # noqa: E731
+        return keep(new, rows), {name: keep(new_slots[name], slots[name]) for name in new_slots}
 
     return RowOptimizer(
-        {"z": True, "n": True, "begun": False}, {"z": 0.0, "n": 0.0, "begun": 0.0}, update
+        {"z": True, "n": True, "rate": False}, {"z": 0.0, "n": 0.0, "rate": 0.0}, update
     )
 
 

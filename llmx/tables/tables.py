@@ -51,7 +51,8 @@ class TablesState(NamedTuple):
 
     rows: dict[str, jax.Array]  # fp32 [n x slots, W]
     slots: dict[str, dict[str, jax.Array]]  # of the optimizer, fp32 [n x slots, W or 1]
-    decay: jax.Array  # fp32 [], the sum of log(1 - lr weight_decay) of all steps
+    # fp32 [2]: the sum of log(1 - lr weight_decay) of all steps, and what rounding took of it
+    decay: jax.Array
 
 
 def by_path(saved: Any) -> TablesState:
@@ -133,7 +134,7 @@ class Tables:
                       for name, each in self._slots.items()}
                 for key, group in self.groups.items()
             },
-            jax.ShapeDtypeStruct((), jnp.float32, sharding=whole),
+            jax.ShapeDtypeStruct((2,), jnp.float32, sharding=whole),
         )  # fmt: skip
 
     @property
@@ -179,7 +180,7 @@ class Tables:
             for key, of_group in self.abstract.slots.items()
         }
         rows = {key: self._new_rows(seed, group) for key, group in self.groups.items()}
-        return TablesState(rows, slots, jnp.zeros(()))
+        return TablesState(rows, slots, jnp.zeros(2))
 
     def _new_rows(self, seed: int, group: Group) -> jax.Array:
         """Those of all devices, [n slots, W], each device's made there; 0 where it has no row."""
@@ -216,14 +217,18 @@ class Tables:
 
     def take(self, state: TablesState, ids: Ids) -> Taken:
         """The rows that a batch looks up. Ids that a table does not have count as none
-        (`problems_of` names them). Communicates ids and rows over `axes`, of all tables at once."""
-        each = {f.name: jnp.asarray(ids[f.name], jnp.int32) for f in self.features}
+        (`problems_of` names them). Communicates ids and rows over `axes`, of all tables at once.
+
+        Raises ValueError for ids on the host of more than 32 bits, and for no records."""
+        each = {f.name: jnp.asarray(_of_32_bits(f, ids[f.name])) for f in self.features}
+        if not all(len(array) for array in each.values()):
+            raise ValueError("a batch without records: give take at least one of each device")
         passed = {key: slots[DECAYED] for key, slots in state.slots.items() if DECAYED in slots}
         one, by_key = PartitionSpec(), dict.fromkeys(self.groups, self.split)
         plan = dict.fromkeys(self.groups, Plan(self.split, self.split, self.split, one))
         found = self.region(
             self._take, (self.split, self.split, one, self.split), (by_key, plan, self.split)
-        )(state.rows, passed, state.decay, each)
+        )(state.rows, passed, state.decay[0], each)
         return Taken(*found)
 
     def _numbered(self, group: Group, ids: Mapping[str, jax.Array]):
@@ -388,7 +393,8 @@ class Tables:
         rate, accepted = jnp.asarray(rate, jnp.float32), jnp.asarray(accepted)
         decay = state.decay
         if self.config.weight_decay:
-            decay = decay + jnp.where(accepted, jnp.log1p(-rate * self.config.weight_decay), 0.0)
+            more = jnp.where(accepted, jnp.log1p(-rate * self.config.weight_decay), 0.0)
+            decay = _added(decay, more)
         one, by_key = PartitionSpec(), dict.fromkeys(self.groups, self.split)
         asked = {key: plan.rows_U for key, plan in taken.plan.items()}
         rounds = next(iter(taken.plan.values())).rounds
@@ -396,7 +402,7 @@ class Tables:
             self._update, (self.split,) * 4 + (one,) * 4, (by_key, self.split),
         )(
             state.rows, state.slots, asked, dict(gradients), rounds, rate, accepted,
-            jnp.stack([state.decay, decay]),
+            jnp.stack([state.decay[0], decay[0]]),
         )  # fmt: skip
         return TablesState(rows, slots, decay)
 
@@ -494,7 +500,7 @@ class Tables:
         due = DECAYED in kept and not self.config.weight_decay
         slots = self.optimizer.slots
         held = by_id.of_state(state, were, self.features, devices, slots=slots, due=due)
-        return self.filled(held, tuple(kept & self._slots.keys()), 0.0 if due else state.decay)
+        return self.filled(held, tuple(kept & self._slots.keys()), () if due else state.decay)
 
     def emptied(self, decay: Any) -> TablesState:
         """A cache without rows. The decay is copied: it may be another state's, that is donated."""
@@ -503,10 +509,10 @@ class Tables:
         to = self.abstract.decay.sharding
         return TablesState(rows, slots, jax.device_put(np.array(decay), to))
 
-    def filled(self, source: Source, slots: Sequence[str], decay: Any = 0.0) -> TablesState:
+    def filled(self, source: Source, slots: Sequence[str], decay: Any = ()) -> TablesState:
         """The state of rows by id, and of what optimizers keep in `slots`; others are new. Each
         process reads the rows of its own devices."""
-        abstract = self.abstract
+        abstract, to = self.abstract, self.abstract.decay.sharding
 
         def array(key: str, slot: str, like: jax.ShapeDtypeStruct) -> jax.Array:
             group = self.groups[key]
@@ -527,7 +533,7 @@ class Tables:
                 key: {name: array(key, name, like) for name, like in of_group.items()}
                 for key, of_group in abstract.slots.items()
             },
-            jax.device_put(np.float32(decay), abstract.decay.sharding),
+            jax.device_put(np.array(decay if len(decay) else (0, 0), np.float32), to),
         )  # fmt: skip
 
     def is_moved(self, sizes: Mapping[str, int], split: str = "") -> bool:
@@ -551,6 +557,25 @@ class Tables:
                 )
 
 
+def _of_32_bits(feature: Feature, ids: Any) -> Any:
+    if isinstance(ids, np.ndarray) and ids.dtype.itemsize > 4 and ids.size:
+        limits = np.iinfo(np.int32)
+        if ids.min() < limits.min or ids.max() > limits.max:
+            raise ValueError(
+                f"feature {feature.name!r}: id {ids.max()} has more than 32 bits: hash ids, or "
+                "keep rows in host memory (tables.cached)"
+            )
+    return ids if isinstance(ids, jax.Array) else np.asarray(ids).astype(np.int32)
+
+
+def _added(decay_2: jax.Array, more: jax.Array) -> jax.Array:
+    """A sum with what it has lost (Kahan's): a step adds less than fp32 has digits for."""
+    total, lost = decay_2
+    more = more + lost
+    new = total + more
+    return jnp.stack([new, more - (new - total)])
+
+
 def _groups(tables: Sequence[Table], features: Sequence[Feature], devices: int) -> dict[str, Group]:
     """The groups by width."""
     return {str(group.width): group for group in placement.placed(tables, features, devices)}
@@ -571,27 +596,11 @@ def make(
 
     Raises ValueError, all problems together.
     """
-    wrong = list(config_lib.problems(tables, features))
-    if config.weight_decay and config.optimizer == "ftrl":
-        wrong.append("tables.weight_decay goes not with tables.optimizer='ftrl': use tables.l2")
-    if config.optimizer == "row_adagrad":
-        wrong += [
-            f"table {table.name!r}: split='columns' goes not with tables.optimizer='row_adagrad', "
-            "which has one number of a whole row: use 'adagrad', or split='rows'"
-            for table in tables
-            if table.split == "columns"
-        ]
-    if config.learning_rate * config.weight_decay >= 1:
-        wrong.append(
-            f"tables.learning_rate x tables.weight_decay = "
-            f"{config.learning_rate * config.weight_decay:g} must be less than 1"
-        )
-    if wrong:
-        raise ValueError("\n".join(wrong))
     all_axes = tuple(axes)
     axes = tuple(axis for axis in all_axes if mesh.shape[axis] > 1)
     devices = math.prod(mesh.shape[axis] for axis in axes)
-    groups = _groups(tables, features, devices)
+    if wrong := list(problems(tables, features, config, devices)):
+        raise ValueError("\n".join(wrong))
     return Tables(
         tuple(tables),
         tuple(features),
@@ -599,6 +608,34 @@ def make(
         mesh,
         axes,
         all_axes,
-        groups,
+        _groups(tables, features, devices),
         row_optimizers.make(config),
     )
+
+
+def problems(
+    tables: Sequence[Table], features: Sequence[Feature], config: TablesConfig, devices: int
+) -> Iterator[str]:
+    """What does not fit together, on so many devices of the batch."""
+    wrong = list(config_lib.problems(tables, features))
+    yield from wrong
+    if config.weight_decay and config.optimizer == "ftrl":
+        yield "tables.weight_decay goes not with tables.optimizer='ftrl': use tables.l2"
+    by_columns = [table.name for table in tables if table.split == "columns"]
+    if by_columns and config.optimizer == "row_adagrad":
+        yield (
+            f"tables.split='columns' of table {by_columns[0]!r} goes not with "
+            "tables.optimizer='row_adagrad', which has one number of a whole row: use "
+            "tables.optimizer='adagrad', or tables.split='rows'"
+        )
+    if (taken := config.learning_rate * config.weight_decay) >= 1:
+        yield (
+            f"tables.learning_rate x tables.weight_decay = {taken:g} must be less than 1, or a "
+            "step would take rows away whole: lower tables.weight_decay"
+        )
+    if wrong:
+        return  # of which nothing can be placed
+    try:
+        placement.placed(tables, features, devices)
+    except ValueError as error:
+        yield str(error)

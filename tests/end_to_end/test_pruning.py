@@ -1,4 +1,5 @@
-"""A run that prunes, killed and resumed on other meshes, and a model of its own behind it."""
+"""Runs that prune, and one of integers, killed and resumed on other meshes; a model of its own
+behind them."""
 
 import json
 import os
@@ -6,10 +7,14 @@ import pathlib
 import subprocess
 import sys
 
+import jax
 import numpy as np
 import pytest
 from support import text_runs
 from support.text_runs import losses
+
+from llmx.compress import saved
+from llmx.sharding import trees
 
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
@@ -31,6 +36,10 @@ def get_config():
 PRUNE = (
     "--config.pruning.method=magnitude", "--config.pruning.begin_step=2",
     "--config.pruning.end_step=6", "--config.pruning.every=2", "--config.checkpoint.every=1",
+)  # fmt: skip
+ROUND = (
+    "--config.quantization.bits=8", "--config.quantization.scales=learned",
+    "--config.checkpoint.every=1",
 )  # fmt: skip
 MESHES = (
     (1, ()),
@@ -80,12 +89,41 @@ def undisturbed(scratch):
 @pytest.mark.slow
 def test_killed_and_resumed_elsewhere(scratch, undisturbed):
     """Kill -9 before, between and after the prunings: the same shares and losses."""
-    (wanted, said), workdir = undisturbed, scratch / "killed"
+    wanted, said = undisturbed
     assert "pruned: 50% of attention, mlp by magnitude" in said
+    workdir = killed_and_resumed(scratch, *PRUNE)
+    np.testing.assert_allclose(losses(workdir), losses(wanted), rtol=ELSEWHERE)
+    # A report is of the masks with which its step began.
+    assert sparsity(wanted)[6:] == sparsity(workdir)[6:] == [0.5] * 6
+    assert sparsity(wanted)[:2] == [0, 0]
+    assert 0 < sparsity(wanted)[5] < 0.5 and sparsity(workdir) == sparsity(wanted)
+
+
+@pytest.mark.slow
+def test_integers_killed_and_resumed_elsewhere(scratch):
+    """Learned scales come back: losses and weights at the end are the same,
+    but for the few weights whose number lies between two integers."""
+    wanted = scratch / "integers"
+    done = run(scratch, wanted, *ROUND)
+    assert done.returncode == 0, done.stdout + done.stderr
+    workdir = killed_and_resumed(scratch, *ROUND)
+    np.testing.assert_allclose(losses(workdir), losses(wanted), rtol=ELSEWHERE)
+    one, other = (
+        trees.named(jax.device_get(saved.opened(str(place)).params)) for place in (wanted, workdir)
+    )
+    assert one.keys() == other.keys() and len(one) > 8
+    for name, array in one.items():
+        apart = np.abs(array - other[name]) > 1e-4 * np.abs(array).max()
+        assert apart.mean() < 0.01, (name, apart.mean())
+
+
+def killed_and_resumed(scratch, *flags) -> pathlib.Path:
+    """The work directory of a run that was killed twice, and went on on other meshes."""
+    workdir = scratch / f"killed_{flags[0].rpartition('.')[2]}"
     for attempt, steps_of_attempt in enumerate((3, 3, None)):
-        devices, flags = MESHES[attempt]
+        devices, of_mesh = MESHES[attempt]
         process = subprocess.Popen(
-            command(scratch, workdir, *PRUNE, *flags), env=environment(devices), cwd=ROOT,
+            command(scratch, workdir, *flags, *of_mesh), env=environment(devices), cwd=ROOT,
             text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         steps, lines = 0, []
@@ -96,11 +134,7 @@ def test_killed_and_resumed_elsewhere(scratch, undisturbed):
                 process.kill()
         code = process.wait(300)
         assert (code == 0) == (steps_of_attempt is None), "".join(lines)
-    np.testing.assert_allclose(losses(workdir), losses(wanted), rtol=ELSEWHERE)
-    # A report is of the masks with which its step began.
-    assert sparsity(wanted)[6:] == sparsity(workdir)[6:] == [0.5] * 6
-    assert sparsity(wanted)[:2] == [0, 0]
-    assert 0 < sparsity(wanted)[5] < 0.5 and sparsity(workdir) == sparsity(wanted)
+    return workdir
 
 
 @pytest.mark.slow

@@ -126,7 +126,7 @@ def rows_of(cached: Cached, state) -> dict[str, np.ndarray]:
         rows[there] = stored
         if tables_lib.DECAYED in slots:
             slots[tables_lib.DECAYED][there] = of_stored[tables_lib.DECAYED]
-            rows = rows * np.exp(float(state.decay) - slots[tables_lib.DECAYED])
+            rows = rows * np.exp(float(state.decay[0]) - slots[tables_lib.DECAYED])
         found[table.name] = rows
     return found
 

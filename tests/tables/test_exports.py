@@ -157,14 +157,14 @@ def test_a_state_is_moved_to_another_split_and_as_many_devices():
     make = functools.partial(tables_lib.make, split, features, axes=("data",))
     before = tables_lib.make(columns, features, config, meshes[1], axes=("data",))
     with jax.set_mesh(meshes[1]):
-        state = before.filled(source, ("m", "count"), -0.5)
+        state = before.filled(source, ("m", "count"), (-0.5, 0.0))
         assert before.relaid(state, {"data": 4}, split="columns") is state
     by_paths = {"rows": state.rows, "slots": state.slots, "decay": state.decay}
     for mesh, decay in ((meshes[1], 0.1), (meshes[0], 0.1), (meshes[0], 0.0)):
         after = make(dataclasses.replace(config, weight_decay=decay), mesh)
         with jax.set_mesh(mesh):
             moved = jax.device_get(after.relaid(by_paths, {"data": 4}, split="columns"))
-        assert moved.decay == np.float32(-0.5 if decay else 0)
+        assert moved.decay.tolist() == [-0.5 if decay else 0, 0]
         slots, factor = after.optimizer.slots, 1 if decay else np.exp(np.float32(-0.5))
         held = by_id.of_state(moved, split, features, after.devices, slots=slots)
         for (name, slot), wanted in source.arrays.items():
@@ -373,6 +373,7 @@ def test_an_increment_to_other_tables_is_an_error(tmp_path):
     for other, text in (
         (content(tables=TABLES[:3]), "has other tables"),
         (content(slots={}), "give --optimizer-state to both"),
+        (dataclasses.replace(content(), features=FEATURES[1:]), "has other features, or combines"),
     ):
         with pytest.raises(ValueError, match=text):
             exporting.write(tmp_path / "b", other, ById(), block_rows=lambda table: 9, since=opened)
@@ -395,7 +396,7 @@ def test_bags_equal_those_of_training(tmp_path):
         return tables.combine(*plans), tables.combine(*plans, weights)
 
     with jax.set_mesh(tables.mesh):
-        state = tables.init(SEED)._replace(decay=jax.numpy.float32(-0.25))
+        state = tables.init(SEED)._replace(decay=jax.numpy.array([-0.25, 0.0]))
         plain, weighed = jax.jit(both)(state, ids, weights)
     held = by_id.of_state(jax.device_get(state), TABLES, FEATURES, 1, slots={}, due=True)
     exporting.write(tmp_path / "a", content(slots={}), held, block_rows=lambda table: 9)
@@ -439,6 +440,16 @@ def test_wrong_lookups_are_errors(tmp_path):
     for weight in (-1.0, np.nan):
         with pytest.raises(ValueError, match="finite and not below 0"):
             opened.bags(feature, [[0]], [[weight]])
+    bags = (
+        ([[0, 1]], None, r"ids of shape \[1, 2\], and they are \[B, L\] with L up to 1"),
+        ([0], None, r"ids of shape \[1\]"),
+        ([[0], [1]], [[1.0]], r"weights of shape \[1, 1\] for ids of shape \[2, 1\]"),
+    )
+    for ids, weights, text in bags:
+        with pytest.raises(ValueError, match=text):
+            opened.bags(feature, ids, weights)
+    with pytest.raises(ValueError, match="there is no feature 'z': use one of a1"):
+        opened.bags("z", [[0]])
     with pytest.raises(ValueError, match="there is no table 'z'"):
         opened.lookup("z", np.array([0]))
     with pytest.raises(ValueError, match="of a language model"):

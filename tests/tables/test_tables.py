@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from llmx.tables import by_id, row_optimizers
+from llmx.tables import config as config_lib
 from llmx.tables import tables as tables_lib
 from llmx.tables.config import Feature, Table, TablesConfig
 
@@ -213,12 +215,13 @@ def reference(optimizer: str, rows, slots, g, rate, config):
     n = slots.get("n", 0 * g)
     z = slots.get("z", -rows * (config.eps / rate + config.l2))
     new_n = n + g**2
-    z = z + g - (np.sqrt(new_n) - np.sqrt(n)) / rate * rows
+    before, now = ((config.eps + np.sqrt(each)) / rate for each in (n, new_n))
+    before = slots.get("per_rate", before)
+    z = z + g - (now - before) * rows
     new = np.where(
-        np.abs(z) <= config.l1, 0,
-        -(z - np.sign(z) * config.l1) / ((config.eps + np.sqrt(new_n)) / rate + config.l2),
+        np.abs(z) <= config.l1, 0, -(z - np.sign(z) * config.l1) / (now + config.l2)
     )  # fmt: skip
-    return new, {"z": z, "n": new_n}
+    return new, {"z": z, "n": new_n, "per_rate": now}
 
 
 @pytest.mark.parametrize(
@@ -241,7 +244,7 @@ def test_optimizers_equal_the_formulas(optimizer, weight_decay, mesh):
             ids = {name: np.minimum(array, 3) for name, array in ids.items()}
         as_fp32 = {name: array.astype(np.float32) for name, array in wanted.items()}
         _, _, gradients = jax.device_get(wanted_of(as_fp32, ids))
-        before = {key: np.array(array) for key, array in state.rows.items()}
+        before = {table.name: tables.table(state, table.name) for table in TABLES}
         state, *_ = run(tables, state, ids)
         untouched = 0
         for table in TABLES:
@@ -260,8 +263,82 @@ def test_optimizers_equal_the_formulas(optimizer, weight_decay, mesh):
                 wanted[table.name][row] = new - RATE * weight_decay * old
             found = tables.table(state, table.name)
             np.testing.assert_allclose(found, wanted[table.name], rtol=2e-4, atol=2e-5)
-        same = sum((np.array(state.rows[key]) == before[key]).all(axis=1).sum() for key in before)
-        assert same >= untouched > 0
+            if not weight_decay:  # which is in what `table` reads
+                others = sorted({*range(table.rows)} - used)
+                np.testing.assert_array_equal(found[others], before[table.name][others])
+        assert untouched > 0
+
+
+def test_bits_of_untouched_rows_stay_where_they_decay():
+    """As the devices have them: what is due is taken off when a row is read."""
+    tables = made("4", optimizer="adam", weight_decay=0.5, eps=1e-6)
+    state, ids = state_of(tables, 1), ids_of(0)
+    by_id_of = lambda state: by_id.of_state(  # noqa: E731
+        jax.device_get(state), TABLES, FEATURES, tables.devices, slots=tables.optimizer.slots
+    )
+    before = by_id_of(state)
+    state, *_ = run(tables, state, ids)
+    after, number = by_id_of(state), 0
+    for table in TABLES:
+        used = {i for f in FEATURES if f.table == table.name for i in ids[f.name].flat if i >= 0}
+        others = sorted({*range(table.rows)} - used)
+        number += len(others)
+        for slot in (by_id.ROWS, *tables.optimizer.slots):
+            old, new = (
+                held.read(table.name, slot, slice(0, table.rows)) for held in (before, after)
+            )
+            np.testing.assert_array_equal(new[others], old[others])
+    assert number > 0
+
+
+@pytest.mark.parametrize("name", config_lib.OPTIMIZERS)
+def test_a_rate_alone_moves_no_row(name):
+    """Rows with a gradient of zero stay whatever the schedule says, also at 0; and with a gradient
+    at a rate of 0."""
+    optimizer = row_optimizers.make(config_lib.TablesConfig(optimizer=name, l2=0.1, b1=0.0))
+    rng = np.random.default_rng(0)
+    rows = jnp.asarray(rng.standard_normal((5, 4)), jnp.float32)
+    slots = {
+        key: jnp.full((5, 4 if each else 1), optimizer.initial[key])
+        for key, each in optimizer.slots.items()
+    }
+    g = jnp.asarray(rng.standard_normal((5, 4)), jnp.float32)
+    rows, slots = optimizer.update(rows, slots, g, jnp.float32(0.01))
+    for rate in (0.02, 0.2, 0.001):
+        new, slots = optimizer.update(rows, slots, jnp.zeros_like(g), jnp.float32(rate))
+        np.testing.assert_allclose(new, rows, rtol=2e-6, atol=1e-7)
+    new, slots = optimizer.update(new, slots, g, jnp.float32(0.0))
+    np.testing.assert_allclose(new, rows, rtol=2e-6, atol=1e-7)
+    new, slots = optimizer.update(new, slots, g, jnp.float32(0.01))
+    assert np.isfinite(new).all() and not np.array_equal(new, rows)
+
+
+def test_a_decay_is_added_up_exactly():
+    """10 million steps of 2e-7 are 2, and not 2.13."""
+    more, number = np.float32(np.log1p(-2e-7)), 1_000_000
+    add = jax.jit(lambda decay: jax.lax.fori_loop(
+        0, number, lambda _, decay: tables_lib._added(decay, more), decay
+    ))  # fmt: skip
+    decay = jnp.zeros(2)
+    for _ in range(10):
+        decay = add(decay)
+    np.testing.assert_allclose(decay[0], 10.0 * number * float(more), rtol=1e-6)
+
+
+def test_an_empty_batch_is_refused():
+    tables = made("1", optimizer="adagrad")
+    none = {f.name: np.zeros((0, f.columns), np.int32) for f in FEATURES}
+    with pytest.raises(ValueError, match="a batch without records: give take at least one"):
+        tables.take(state_of(tables, 1), none)
+
+
+def test_ids_of_more_than_32_bits_are_refused():
+    tables, ids = made("1", optimizer="sgd"), ids_of(0)
+    ids = {name: array.astype(np.int64) for name, array in ids.items()}
+    tables.take(state_of(tables, 1), ids)
+    ids["a2"][5, 1] = 2**32 + 3
+    with pytest.raises(ValueError, match="'a2': id 4294967299 has more than 32 bits"):
+        tables.take(state_of(tables, 1), ids)
 
 
 def test_a_step_that_is_not_accepted_changes_nothing():

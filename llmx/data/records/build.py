@@ -78,7 +78,7 @@ def write(folder: pathlib.Path, recipe: Recipe, *, log: Log = print) -> None:
     """
     entries = shards.read_progress(folder, recipe.identity)
     made = _of_law if recipe.law is not None else _of_files
-    for entry in made(folder, recipe, list(entries)):
+    for entry in made(folder, recipe, entries):
         entries.append(entry)
         shards.write_progress(folder, recipe.identity, entries)
     if not entries:
@@ -101,6 +101,7 @@ def _of_law(folder: pathlib.Path, recipe: Recipe, done: list[dict]) -> Iterator[
 
 
 def _of_files(folder: pathlib.Path, recipe: Recipe, done: list[dict]) -> Iterator[dict]:
+    """The same; lines that are left out behind the last record are counted with its shard."""
     number, waiting, skipped = len(done), [], 0
     start = end = done[-1]["end"] if done else [0, 0, 0]
 
@@ -116,6 +117,8 @@ def _of_files(folder: pathlib.Path, recipe: Recipe, done: list[dict]) -> Iterato
             number, waiting, skipped = number + 1, [], 0
     if any(len(one.labels) for one in waiting):
         yield closed(end)
+    elif skipped and done:
+        done[-1]["skipped"] += skipped
 
 
 def _read(recipe: Recipe, start: list[int]) -> Iterator[tuple[Chunk, int, list[int]]]:

@@ -22,9 +22,12 @@ from llmx.data.records.schema import NONE, Chunk, Feature, Schema, no_weights
 BLOCK_BYTES = 8 << 20
 MAX_LINE_BYTES = 1 << 20
 _LABEL = re.compile(rb"[01]")
-_NUMBER = re.compile(rb"(-?[0-9]{1,18})?")
+_NUMBER = re.compile(rb"(-?[0-9]+)?")
+_LARGEST = 2**63 - 1  # of a number's magnitude
 _CATEGORY = re.compile(rb"([0-9a-fA-F]{1,8})?")
 _IS_HEX = np.isin(np.arange(256), list(b"0123456789abcdefABCDEF"))
+# Of lines. pyarrow would take " 5", "+5" and "0x1F" for numbers.
+_IS_KNOWN = _IS_HEX | np.isin(np.arange(256), list(b"-\t\r\n"))
 
 
 class Block(NamedTuple):
@@ -57,17 +60,19 @@ def read(
     """
     reader = _Lines(path, schema, skip_bad)
     with opening.open_at(path, offset) as file:
-        for block in _blocks(file, path, lines):
+        for block in _blocks(file, path, offset, lines):
             chunk = _chunk(reader, block, lines)
             number = block.count(b"\n") + (not block.endswith(b"\n"))
             offset, lines = offset + len(block), lines + number
             yield Block(chunk, offset, lines, number - len(chunk.labels))
 
 
-def _blocks(file: Any, path: str, lines: int) -> Iterator[bytes]:
-    """Whole lines, some at a time; the last may be without its end."""
-    rest = b""
-    while raw := file.read(BLOCK_BYTES):
+def _blocks(file: Any, path: str, offset: int, lines: int) -> Iterator[bytes]:
+    """Whole lines, some at a time; the last may be without its end. Blocks are the same wherever
+    reading begins: each ends with the last line before a multiple of `BLOCK_BYTES`."""
+    rest, size = b"", BLOCK_BYTES + -offset % BLOCK_BYTES
+    while raw := _full(file, size):
+        size = BLOCK_BYTES
         end = raw.rfind(b"\n") + 1
         if end:
             block = rest + raw[:end]
@@ -81,6 +86,15 @@ def _blocks(file: Any, path: str, lines: int) -> Iterator[bytes]:
             )
     if rest:
         yield rest
+
+
+def _full(file: Any, size: int) -> bytes:
+    """As many bytes, or all that there are; a compressed file may return fewer at once."""
+    parts = []
+    while size and (part := file.read(size)):
+        parts.append(part)
+        size -= len(part)
+    return b"".join(parts)
 
 
 def _chunk(reader: _Lines, block: bytes, lines: int) -> Chunk:
@@ -108,8 +122,10 @@ def _parse(schema: Schema, block: bytes) -> Chunk:
 
     names = ["label", *(f"dense {at}" for at in range(len(schema.dense)))]
     names += [f"feature {at}" for at in range(len(schema.features))]
+    if not _IS_KNOWN[np.frombuffer(block, np.uint8)].all():
+        raise _Refused
     whole, text = pyarrow.int64(), pyarrow.binary()
-    types = [whole] * (1 + len(schema.dense)) + [text] * len(schema.features)
+    types = [text] + [whole] * len(schema.dense) + [text] * len(schema.features)
     table = csv.read_csv(
         io.BytesIO(block),
         csv.ReadOptions(column_names=names, use_threads=False, block_size=len(block) + 1),
@@ -123,15 +139,21 @@ def _parse(schema: Schema, block: bytes) -> Chunk:
     )  # fmt: skip
     columns = [column.combine_chunks() for column in table.columns]
     labels, *rest = columns
-    if labels.null_count or not np.isin(labels.to_numpy(), (0, 1)).all():
+    labels = labels.dictionary_encode()
+    known = labels.dictionary.to_pylist()
+    if labels.null_count or not {*known} <= {b"0", b"1"}:
         raise _Refused
+    labels = np.array([int(one) for one in known], np.uint8)[labels.indices.to_numpy()]
     dense = np.zeros((len(labels), len(schema.dense)), np.float32)
     for at, column in enumerate(rest[: len(schema.dense)]):
-        dense[:, at] = of_counts(column.fill_null(0).to_numpy())
+        numbers = column.fill_null(0).to_numpy()
+        if numbers.size and numbers.min() < -_LARGEST:
+            raise _Refused
+        dense[:, at] = of_counts(numbers)
     ids = np.empty((len(labels), schema.num_ids), schema.ids_dtype)
     for feature, column in zip(schema.features, rest[len(schema.dense) :], strict=True):
         ids[:, schema.slices[feature.name]] = of_categories(column, feature)
-    return Chunk(labels.to_numpy().astype(np.uint8), dense, ids, no_weights(len(ids)))
+    return Chunk(labels, dense, ids, no_weights(len(ids)))
 
 
 def of_counts(numbers: np.ndarray) -> np.ndarray:
@@ -188,10 +210,19 @@ def _problem(reader: _Lines, line: bytes) -> str:
     names = ["label", *reader.schema.dense, *(one.name for one in reader.schema.features)]
     for at, (name, value) in enumerate(zip(names, columns, strict=True)):
         pattern, what = _FORMS[(at > 0) + (at > num_dense)]
+        shown = value[:40].decode(errors="backslashreplace")
         if not pattern.fullmatch(value):
-            shown = value[:40].decode(errors="backslashreplace")
             return f"column {at + 1} ({name}) is {shown!r}, not {what}: mend the line"
+        if 0 < at <= num_dense and _is_too_large(value):
+            return (
+                f"column {at + 1} ({name}) is {shown!r}, which has more than 63 bits: mend the line"
+            )
     return ""
+
+
+def _is_too_large(number: bytes) -> bool:
+    digits = number.lstrip(b"-").lstrip(b"0")
+    return len(digits) > 19 or int(digits or b"0") > _LARGEST
 
 
 _FORMS: Sequence[tuple[re.Pattern, str]] = (

@@ -57,16 +57,16 @@ def problems(
     """
     for name in ("bottom", "top", "attention"):
         if bad := [width for width in vars(config)[name] if width < 1]:
-            yield f"recommender.{name} has a layer of width {bad[0]}: each must be 1 or more"
+            yield f"model.recommender.{name} has a layer of width {bad[0]}: each must be 1 or more"
     if not num_dense and config.bottom:
         yield (
-            "recommender.bottom has layers, and records have no numbers (data.records.dense): set "
-            "recommender.bottom=()"
+            "model.recommender.bottom has layers, and records have no numbers "
+            "(data.records.dense): set model.recommender.bottom=()"
         )
     if config.name == "dlrm" and num_dense and config.bottom[-1:] != (config.width,):
         yield (
-            f"recommender.bottom={config.bottom} of a DLRM must end in the width of the rows: let "
-            f"it end in recommender.width={config.width}"
+            f"model.recommender.bottom={config.bottom} of a DLRM must end in the width of the "
+            f"rows: let it end in model.recommender.width={config.width}"
         )
     yield from _history_problems(config, lengths)
 
@@ -76,26 +76,28 @@ def _history_problems(config: RecommenderConfig, lengths: Mapping[str, int]) -> 
     if config.name != "din":
         if whole:
             yield (
-                f"recommender.name={config.name!r} takes one row of each feature, and "
+                f"model.recommender.name={config.name!r} takes one row of each feature, and "
                 f"{whole[0]!r} is not combined: let its rows be summed, or use 'din'"
             )
         return
     for text in config.histories:
         history, equals, candidate = text.partition("=")
         if not equals or "=" in candidate:
-            yield f"recommender.histories: {text!r} is no pair: write 'HISTORY=CANDIDATE'"
+            yield f"model.recommender.histories: {text!r} is no pair: write 'HISTORY=CANDIDATE'"
         elif not lengths.get(history, 0) or lengths.get(candidate, 1):
             yield (
-                f"recommender.histories: {text!r} must name a feature of several ids that are not "
-                "combined, and one of a single row; features are " + ", ".join(lengths)
+                f"model.recommender.histories: {text!r} must name a feature of several ids that "
+                "are not combined, and one of a single row; features are " + ", ".join(lengths)
             )
     named = [text.partition("=")[0] for text in config.histories]
     if missing := [name for name in whole if name not in named]:
         yield (
-            f"recommender.histories has no candidate for {missing[0]!r}: add "
+            f"model.recommender.histories has no candidate for {missing[0]!r}: add "
             f"'{missing[0]}=CANDIDATE', or let its rows be combined"
         )
     if not config.histories:
-        yield "recommender.histories=() leaves DIN without a history: write 'HISTORY=CANDIDATE'"
+        yield (
+            "model.recommender.histories=() leaves DIN without a history: write 'HISTORY=CANDIDATE'"
+        )
     if len(set(named)) < len(named):
-        yield "recommender.histories names a history twice: name each once"
+        yield "model.recommender.histories names a history twice: name each once"

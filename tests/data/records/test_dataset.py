@@ -201,12 +201,20 @@ def test_several_shards_of_several_files_are_one_list(tmp_path, monkeypatch):
     assert chunk.ids[0] == found.take(np.array([8])).ids  # the hash of "8" is the same
 
 
-@pytest.mark.parametrize("source", ["lines", "generated:200"])
+@pytest.mark.parametrize("source", ["lines", "uneven lines", "generated:200"])
 def test_an_interrupted_build_goes_on_to_the_same_bytes(tmp_path, monkeypatch, source):
     monkeypatch.setattr(generated, "SHARD_RECORDS", 30)
     monkeypatch.setattr(build.tsv, "BLOCK_BYTES", 100)
-    if source == "lines":
-        (tmp_path / "x.tsv").write_text(lines_of(200))
+    if "lines" in source:
+        lines = lines_of(300)
+        if source == "uneven lines":
+            rng = np.random.default_rng(0)
+            columns = [line.split("\t") for line in lines.splitlines()]
+            lines = "".join(
+                "\t".join([label, "0" * rng.integers(0, 18) + number, *rest]) + "\n"
+                for label, number, *rest in columns
+            )
+        (tmp_path / "x.tsv").write_text(lines)
         source = str(tmp_path / "x.tsv")
     recipe = build.make_recipe(source, RecordsConfig(**LINES), skip_bad=False)
     for name in ("whole", "broken"):

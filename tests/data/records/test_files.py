@@ -93,6 +93,18 @@ def test_blocks_of_any_size_give_the_same_and_reading_goes_on_behind_each(
         (b"\t3\t4\tab\tcd\n", "column 1 (label) is '', not 0 or 1"),
         (b"1\t3.5\t4\tab\tcd\n", "column 2 (I1) is '3.5', not a whole number or blank"),
         (b"1\t3\tx\tab\tcd\n", "column 3 (I2) is 'x', not a whole number or blank"),
+        # What pyarrow would take.
+        (b"1\t 3\t4\tab\tcd\n", "column 2 (I1) is ' 3', not a whole number or blank"),
+        (b"1\t0x1F\t4\tab\tcd\n", "column 2 (I1) is '0x1F', not a whole number or blank"),
+        (b"01\t3\t4\tab\tcd\n", "column 1 (label) is '01', not 0 or 1"),
+        (
+            b"1\t3\t-9223372036854775808\tab\tcd\n",
+            "column 3 (I2) is '-9223372036854775808', which has more than 63 bits",
+        ),
+        (
+            b"1\t3\t9999999999999999999999\tab\tcd\n",
+            "column 3 (I2) is '9999999999999999999999', which has more than 63 bits",
+        ),
         (b"1\t3\t4\tab\txyz\n", "column 5 (C2) is 'xyz', not up to 8 hexadecimal digits or blank"),
         (b"1\t3\t4\t123456789\t\n", "column 4 (C1) is '123456789', not up to 8 hexadecimal"),
         (b"1\t3\t4\t\xff\t\n", "column 4 (C1) is '\\\\xff', not up to 8 hexadecimal"),
@@ -115,6 +127,14 @@ def test_a_malformed_line_is_an_error_with_file_line_and_remedy(
     good.write_bytes(GOOD * 4)
     np.testing.assert_array_equal(chunk.ids, read(good)[0].ids)
     assert sum(block.skipped for block in blocks) == 1
+
+
+def test_large_numbers_are_read_beside_bad_lines_too(tmp_path):
+    path, large = tmp_path / "x.tsv", b"1\t9223372036854775807\t-000000000000000000000007\tab\tcd\n"
+    for content in (large, large + b"bad\n"):
+        path.write_bytes(content)
+        chunk, _ = read(path, skip_bad=True)
+        np.testing.assert_allclose(chunk.dense, [[np.log1p(2.0**63), 0]], rtol=1e-6)
 
 
 def test_a_file_without_line_ends_is_refused(tmp_path, monkeypatch):

@@ -252,8 +252,8 @@ def test_losses_are_cross_entropies_without_overflow():
     "options, num_dense, lengths, words",
     [
         (dict(name="mlp"), F, PLAIN, "recommender.name='mlp' is no model: use dlrm, dcn, din"),
-        (dict(bottom=(8, 9)), F, PLAIN, "let it end in recommender.width=4"),
-        (dict(), 0, PLAIN, "set recommender.bottom=()"),
+        (dict(bottom=(8, 9)), F, PLAIN, "let it end in model.recommender.width=4"),
+        (dict(), 0, PLAIN, "set model.recommender.bottom=()"),
         (dict(top=(8, 0)), F, PLAIN, "recommender.top has a layer of width 0"),
         (dict(), F, {"a": 0, "b": 3}, "'b' is not combined: let its rows be summed, or use 'din'"),
         (dict(name="din"), F, WITH_HISTORY, "no candidate for 'seen': add 'seen=CANDIDATE'"),
