@@ -192,10 +192,9 @@ def _by_table(groups, tables: Tables, waiting: Waiting, step: int) -> dict:
             rows_U = np.asarray(waiting.rows_U[key][step])
             gradients_UW = np.asarray(waiting.gradients[key][step])
             for part in group.parts_of(table.name):
-                id_of = np.full(group.none + 1, -1, np.int64)
-                id_of[placement.places(group, part)] = np.arange(table.rows)
-                there = id_of[rows_U] >= 0
-                ids.append(id_of[rows_U][there])
+                ids_U = placement.ids(group, part, rows_U)
+                there = ids_U >= 0
+                ids.append(ids_U[there])
                 whole = np.zeros((len(ids[-1]), table.width), np.float32)
                 whole[:, slice(*part.columns)] = gradients_UW[there]
                 columns.append(whole)
@@ -211,7 +210,7 @@ def _in_group(group: placement.Group, of_tables: Mapping) -> tuple[np.ndarray, n
     rows, gradients = [], []
     for part in group.parts:
         ids, sums = of_tables[part.table.name]
-        rows.append(placement.places(group, part)[ids])
+        rows.append(placement.places(group, part, ids))
         gradients.append(sums[:, slice(*part.columns)])
     rows_R, gradients_RW = np.concatenate(rows), np.concatenate(gradients)
     order = np.argsort(rows_R)

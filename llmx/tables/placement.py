@@ -121,3 +121,15 @@ def places(group: Group, part: Part, ids: np.ndarray | None = None) -> np.ndarra
         return part.device * group.slots + part.base + ids
     device = (ids + part.shift) % group.devices
     return device * group.slots + part.base + ids // group.devices
+
+
+def ids(group: Group, part: Part, places: np.ndarray) -> np.ndarray:
+    """The reverse of `places`: the id of the row at each place, int64; -1: none of the part."""
+    device, slot = np.divmod(np.asarray(places, np.int64), group.slots)
+    found = slot - part.base
+    if part.device >= 0:
+        is_here = device == part.device
+    else:
+        is_here = device < group.devices
+        found = found * group.devices + (device - part.shift) % group.devices
+    return np.where(is_here & (slot >= part.base) & (found < part.table.rows), found, -1)

@@ -1,5 +1,6 @@
 """Tables on any mesh equal dense ones on one device: values, gradients and updates."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from llmx.tables import by_id, row_optimizers
+from llmx.tables import by_id, placement, row_optimizers
 from llmx.tables import config as config_lib
 from llmx.tables import tables as tables_lib
 from llmx.tables.config import Feature, Table, TablesConfig
@@ -478,3 +479,17 @@ def test_two_rows_of_an_id_are_added_up_first():
     total = tables.config.initial_square + jnp.mean(gradient**2, axis=1, keepdims=True)
     after = before - RATE * gradient / (jnp.sqrt(total) + tables.config.eps)
     np.testing.assert_allclose(tables.table(new, "a"), after, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3, 8])
+def test_places_and_ids_are_inverse(devices):
+    """Each place of a group's array has one row of one part, or none."""
+    tables = [dataclasses.replace(one, width=24) if one.name == "d" else one for one in TABLES]
+    for group in placement.placed(tables, FEATURES, devices):
+        every = np.arange(group.none + 1)
+        found = np.stack([placement.ids(group, part, every) for part in group.parts])
+        assert (found >= 0).sum(axis=0).max() == 1 and (found[:, -1] == -1).all()
+        for part, ids in zip(group.parts, found, strict=True):
+            there = ids >= 0
+            assert sorted(ids[there]) == [*range(part.table.rows)]
+            np.testing.assert_array_equal(placement.places(group, part, ids[there]), every[there])
