@@ -24,11 +24,12 @@ import jax.numpy as jnp
 import optax
 
 from llmx import config, train
+from llmx.checkpoint.restore import Restored
 from llmx.config import checks, flags
 from llmx.config import recipe as recipe_lib
 from llmx.model import families
+from llmx.runtime import job as job_lib
 from llmx.runtime import launch
-from llmx.step import programs as programs_lib
 
 KERNELS = {
     "reference": "as in the bare step",
@@ -126,10 +127,9 @@ def make_loop_timer(base: config.Config, kernel: str, workdir: str, steps: int):
     run.workdir = f"{workdir}/{kernel}"
     recipe = recipe_lib.make_recipe(run, devices=jax.devices()[:1])
     dataset = train.open_data(run, quiet)
-    state = recipe.init(0)
-    programs = programs_lib.compile_all(recipe, state, 0, quiet)
+    new = Restored(recipe.init(0), {}, 0)
     with jax.set_mesh(recipe.mesh):
-        loop = train.Loop(run, recipe, programs, dataset, state, 0)
+        loop = train.Loop(run, recipe, dataset, new, job_lib.Job(log=quiet), None)
 
     def time_loop() -> float:
         begun = time.perf_counter()
