@@ -478,12 +478,14 @@ def _width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     """What the layout splits the width over."""
     width, layout = config.model.width, config.sharding.layout
     over = {axis: sizes[axis] for axis in replica_axes(config, "optimizer")}
-    if width % (ways := math.prod(over.values())) == 0:
+    ways, of_clicks = math.prod(over.values()), config.model.recommender.name
+    if width % ways == 0 and not of_clicks:
         return
+    what = f"a layer of {of_clicks!r}" if of_clicks else f"model.width={width}"
     found = (
-        f"model.width={width} does not divide over {ways} = {sharding.mesh_text(over)}, over which "
+        f"{what} does not divide over {ways} = {sharding.mesh_text(over)}, over which layout "
+        f"{layout!r} splits it"
     )
-    found += f"layout {layout!r} splits it"
     remedy = f"use a multiple of {ways}, a smaller fsdp axis, or layout 'ddp'"
     products = config.products
     if products.gather or products.granularity == "block":

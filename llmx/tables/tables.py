@@ -8,6 +8,7 @@
         ...
     state = tables.update(state, taken, jax.grad(loss)(taken.rows), rate=0.02)
 
+The mesh has explicit axes, and is that of the context (`jax.set_mesh`); ids are split as the batch.
 Rows are split over the mesh axes `axes` of the batch; along other axes they are whole. Each device
 asks for the different rows of its records. That is one all-to-all of ids and one of rows, for all
 tables; gradients go back by one more. On one device nothing communicates.
