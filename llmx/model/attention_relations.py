@@ -246,7 +246,7 @@ def problems(
             f"has {student.num_heads} heads, the teacher {teacher.num_heads}: leave {MAP!r} out, "
             f"or set model.num_heads={teacher.num_heads}"
         )
-    letters = {letter for name in names if name != MAP for letter in name}
+    letters = {letter for name in NAMES if name in names and name != MAP for letter in name}
     if not letters:
         return
     number = heads or student.num_heads
