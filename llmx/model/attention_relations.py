@@ -80,10 +80,8 @@ class Relations:
         Gathers queries, keys and values over the mesh axes that split positions, and those that are
         whole along heads are cut over `tensor`; sums over `tensor`.
         """
-        tokens, query = place.activation(attend.QUERY[:2]), place.activation(attend.QUERY)
+        tokens, split = place.activation(attend.QUERY[:2]), _Split.of(place)
         specs = {name: place.activation(AXES[name]) for name in self.arrays}
-        along, over = sharding.mesh_axes(tokens[1]), sharding.mesh_axes(query[2])
-        cut = {name: sharding.mesh_axes(spec[2]) == over for name, spec in specs.items()}
         region = functools.partial(
             place.manual, in_specs=(specs, specs, tokens, tokens), out_specs=tokens
         )
@@ -93,9 +91,7 @@ class Relations:
                 {name: student[name][layer] for name in self.arrays},
                 {name: teacher[name][:, :, number] for name in self.arrays},
             )
-            local = functools.partial(
-                self._local, self._num_heads(both), along, over, cut, place.size(over), window
-            )
+            local = functools.partial(self._local, split, self._num_heads(both), window)
             total_BT += region(local)(*both, mask.segments_BT, mask.positions_BT)
         return total_BT / len(self.pairs)
 
@@ -107,45 +103,57 @@ class Relations:
             found[MAP] = sizes[0][0], [queries // keys for queries, keys in sizes]
         return found
 
-    def _local(
-        self, num_heads, along, over, cut, ways, window, student, teacher, segments_BT, positions_BT
-    ):  # fmt: skip
-        """`losses` of one pair on one device, of its queries and its relation heads.
-
-        Args:
-          num_heads: see `_num_heads`.
-          along, over: mesh axes that split positions, and heads, over `ways` devices.
-          cut: by array, whether it is split over these.
-        """
-
-        def whole(array):
-            return jax.lax.all_gather(array, along, axis=1, tiled=True) if along else array
-
-        def mine(name, number, times, array_BTNH):
-            """The relation heads of this device, [B, T, R / ways, U]."""
-            if times > 1:
-                array_BTNH = jnp.repeat(array_BTNH, times, axis=2)
-            of_device = number // ways
-            here = of_device if cut[name] else number
-            array_BTRU = array_BTNH.reshape(*array_BTNH.shape[:2], here, -1)
-            if here == of_device:
-                return array_BTRU
-            first = jax.lax.axis_index(over) * of_device
-            return jax.lax.dynamic_slice_in_dim(array_BTRU, first, of_device, axis=2)
-
-        mask = Mask(segments_BT, positions_BT, whole(segments_BT), whole(positions_BT))
+    def _local(self, split, num_heads, window, student, teacher, segments_BT, positions_BT):
+        """`losses` of one pair on one device, of its queries and its relation heads."""
+        mask = Mask(segments_BT, positions_BT, split.all(segments_BT), split.all(positions_BT))
         total_BT = jnp.zeros(segments_BT.shape, jnp.float32)
         for relation in self.names:
             (number, repeats), (first, second) = num_heads[relation], map(ARRAYS.get, relation)
             sides = []
             for arrays, times, of_map in zip((student, teacher), repeats, self.maps, strict=True):
-                query_BTRU = mine(first, number, 1, arrays[first])
-                key_BSRU = whole(mine(second, number, times, arrays[second]))
+                query_BTRU = split.heads_of(first, arrays[first], number)
+                key_BSKH = split.all(arrays[second])
+                if times > 1:
+                    key_BSKH = jnp.repeat(key_BSKH, times, axis=2)
+                key_BSRU = split.heads_of(second, key_BSKH, number)
                 scores = Scores(1 / math.sqrt(query_BTRU.shape[-1]))
                 sides.append((query_BTRU, key_BSRU, of_map if relation == MAP else scores))
             total_BT += divergences(*sides, mask, window) / number
         total_BT /= len(self.names)
-        return jax.lax.psum(total_BT, over) if over else total_BT
+        return jax.lax.psum(total_BT, split.heads) if split.heads else total_BT
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """What a device has: the mesh axes that split positions and heads."""
+
+    positions: tuple[str, ...]
+    heads: tuple[str, ...]
+    ways: int  # devices along `heads`
+    whole: tuple[str, ...]  # of `ARRAYS`, those that devices have of all heads
+
+    @classmethod
+    def of(cls, place: sharding.Placement) -> "_Split":
+        positions, heads = map(sharding.mesh_axes, place.activation(attend.QUERY)[1:3])
+        of = {name: sharding.mesh_axes(place.activation(axes)[2]) for name, axes in AXES.items()}
+        whole = tuple(name for name, axes in of.items() if axes != heads)
+        return cls(positions, heads, place.size(heads), whole)
+
+    def all(self, array: Array) -> Array:
+        """[B, T / ways, ...] of all positions."""
+        if not self.positions:
+            return array
+        return jax.lax.all_gather(array, self.positions, axis=1, tiled=True)
+
+    def heads_of(self, name: str, array_BTNH: Array, number: int) -> Array:
+        """Numbers of heads as `number` relation heads, those of this device."""
+        mine = number // self.ways
+        here = number if name in self.whole else mine
+        array_BTRU = array_BTNH.reshape(*array_BTNH.shape[:2], here, -1)
+        if here == mine:
+            return array_BTRU
+        first = jax.lax.axis_index(self.heads) * mine
+        return jax.lax.dynamic_slice_in_dim(array_BTRU, first, mine, axis=2)
 
 
 def divergences(
