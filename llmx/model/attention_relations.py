@@ -259,23 +259,21 @@ def problems(
         return
     number = heads or student.num_heads
     sizes = {
-        f"the {ARRAYS[letter]} of the {who} have {size}": size
-        for letter in ARRAYS if letter in letters
-        for who, model in (("student", student), ("teacher", teacher))
-        for size in [_numbers(model, letter)]
+        f"the {ARRAYS[letter]} of the {who}": _numbers(model, letter)
+        for who, model in (("student", student), ("teacher", teacher)) for letter in sorted(letters)
     }  # fmt: skip
-    wrong = [text for text, size in sizes.items() if size % number]
+    wrong = next((what for what, size in sizes.items() if size % number), "")
     if not wrong and number % tensor == 0:
         return
     shared = math.gcd(*sizes.values())
-    good = [n for n in bounds.divisors(shared, shared) if n % tensor == 0]
-    which = f"{heads} heads" if heads else f"0, {number} heads as the student has,"
-    why = f"{wrong[0]} numbers" if wrong else f"mesh.tensor={tensor} splits relation heads"
-    remedy = (
-        f"use one of {', '.join(map(str, good))}" if good
-        else f"leave relations out: no number divides {shared} and is a multiple of {tensor}"
+    good = [str(n) for n in bounds.divisors(shared, shared) if n % tensor == 0]
+    yield (
+        f"attention_heads={heads}" + (f" ({number}, as the student has)" if not heads else "")
+        + (f": {wrong} have {sizes[wrong]} numbers, which {number} does not divide" if wrong
+           else f": mesh.tensor={tensor} splits {number} relation heads, and does not divide them")
+        + (f"; use one of {', '.join(good)}" if good
+           else f"; no number divides {shared} and is a multiple of {tensor}: use a smaller tensor")
     )  # fmt: skip
-    yield f"attention_heads={which} do not divide: {why}; {remedy}"
 
 
 def _numbers(model: families.ModelConfig, letter: str) -> int:
