@@ -113,8 +113,8 @@ class Apply:
             params, rows["tokens"], mask, execution, grad_buffers=grad_buffers,
             noise_BT=rows.get("noise"), taken=batch,
         )  # fmt: skip
-        of_layers = distillation.OF_LAYERS.items()
-        with_outputs = tuple(output for output, name in of_layers if name in rows)
+        known = distillation.OF_LAYERS.items()
+        with_outputs = tuple(output for output, of_teacher in known if of_teacher in rows)
         x_BTD, outputs = self.apply_layers(
             params["blocks"], x_BTD, mask, execution, grad_buffers=block_buffers,
             share_BT=rows.get("share"), noise_BT=rows.get("noise"), with_outputs=with_outputs,

@@ -169,9 +169,8 @@ class Distilled:
     def minimized(self, loss: Array, divergence: Array, *of_layers: Array) -> Array:
         """What is minimized, of the loss on the data, the divergence and those of layers."""
         total = (1 - self.weight) * loss + self.weight * self.temperature**2 * divergence
-        if of_layers:
-            for weight, one in zip(self.weights_of_layers.values(), of_layers, strict=True):
-                total += weight * one
+        for weight, one in zip(self.weights_of_layers.values(), of_layers, strict=True):
+            total += weight * one
         return total
 
     def arrays(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
