@@ -24,6 +24,7 @@ RUNS = {
     "warm": {"distillation.temperature": 2.0},
     "reverse": {"distillation.divergence": "reverse"},
     "layers": {"distillation.hidden_weight": 0.1},
+    "attention": {"distillation.attention_weight": 1.0},
 }
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from llmx import sharding
 from llmx.config import Config, preference_checks, starting
-from llmx.model import families, hidden_states
+from llmx.model import attention_relations, families, hidden_states
 from llmx.model.families import ModelConfig
 from llmx.runtime import bounds
 
@@ -31,7 +31,7 @@ def problems(config: Config) -> Iterator[str]:
             "what was written beside the shards needs no teacher; leave one of them out"
         )
     yield from _combinations(config)
-    yield from _hidden(config)
+    yield from _layers(config)
     if section.teacher and not families.problems(config.model):
         yield from _teacher(config)
 
@@ -69,16 +69,35 @@ def _combinations(config: Config) -> Iterator[str]:
         )
 
 
-def _hidden(config: Config) -> Iterator[str]:
-    """What is wrong with learning from outputs of layers, beside which layers these are."""
+# What is learned from layers, and the keys that say how.
+OF_LAYERS = {
+    "hidden_weight": ("hidden_loss", "hidden_layers"),
+    "attention_weight": ("attention_relations", "attention_heads", "attention_layers"),
+}
+
+
+def _layers(config: Config) -> Iterator[str]:
+    """What is wrong with learning from layers, beside which layers these are."""
     section = config.distillation
-    if not section.hidden_weight:
-        why = "with distillation.hidden_weight=0: set a weight, or leave it out"
-        keys = dict.fromkeys(("hidden_loss", "hidden_layers"), why)
-        yield from bounds.without_effect(section, "distillation.", keys)
-        return
-    key = f"distillation.hidden_weight={section.hidden_weight}"
-    if section.top_k:
+    for weight, others in OF_LAYERS.items():
+        if vars(section)[weight]:
+            yield from _of_layers(config, f"distillation.{weight}={vars(section)[weight]}")
+        else:
+            why = f"with distillation.{weight}=0: set a weight, or leave it out"
+            keys = dict.fromkeys(others, why)
+            yield from bounds.without_effect(section, "distillation.", keys)
+    if section.attention_weight:
+        names = section.attention_relations
+        for problem in attention_relations.problems_of_names(names):
+            yield f"distillation.attention_relations={names} {problem}"
+        if set(names) == {attention_relations.MAP}:
+            why = f"with attention_relations={names}: maps have the models' heads; leave it out"
+            yield from bounds.without_effect(section, "distillation.", {"attention_heads": why})
+
+
+def _of_layers(config: Config, key: str) -> Iterator[str]:
+    """What cannot be combined with a loss of layers, which has this key and value."""
+    if config.distillation.top_k:
         yield f"{key} with distillation.top_k: files have no outputs of layers; name a teacher"
     if config.mesh.stage > 1:
         yield (
@@ -111,15 +130,20 @@ def fits(teacher: ModelConfig, config: Config) -> Iterator[str]:
     if teacher.own:
         yield f"{named} is a model of a program's own: a teacher is one of the families of llmx"
         return
-    if section.hidden_weight and teacher.num_first:
-        yield f"distillation.hidden_weight={section.hidden_weight}: the teacher has two stacks"
-    if section.hidden_weight:
+    for weight, (*_, layers) in OF_LAYERS.items():
+        if not vars(section)[weight]:
+            continue
+        if teacher.num_first:
+            yield f"distillation.{weight}={vars(section)[weight]}: the teacher has two stacks"
+        chosen = vars(section)[layers]
         try:
-            hidden_states.pairs_of(
-                section.hidden_layers, config.model.num_layers, teacher.num_layers
-            )
+            hidden_states.pairs_of(chosen, config.model.num_layers, teacher.num_layers)
         except ValueError as error:
-            yield f"distillation.hidden_layers={section.hidden_layers} {error}"
+            yield f"distillation.{layers}={chosen} {error}"
+    if section.attention_weight:
+        relations = section.attention_relations, section.attention_heads, config.mesh.tensor
+        for problem in attention_relations.problems(*relations, student, teacher):
+            yield f"distillation.{problem}"
     if teacher.vocab_size != student.vocab_size:
         yield (
             f"{named} has a vocabulary of {teacher.vocab_size} tokens and the student one of "

@@ -143,9 +143,7 @@ def make_execution(
         packed=config.data.pack or config.data.format == pairs.FORMAT,
         loss_chunks=config.loss.chunks, kv_cache=config.sample.kv_cache,
         tables=_tables(config, mesh), turns=turns_of(config, kind.device_kind),
-        distilled=distillation.of(
-            config.distillation, layers=config.model.num_layers, teacher=teacher
-        ),
+        distilled=distillation.of(config.distillation, student=config.model, teacher=teacher),
     )  # fmt: skip
 
 
@@ -197,7 +195,7 @@ def turns_of(config: config_lib.Config, device_kind: str) -> int:
     """The groups of a resolved config; 0 = as many as take less time on this chip."""
     mesh, batch = config.mesh, config.batch
     chip = hardware.DEVICE_KINDS.get(device_kind, "")
-    if config.distillation.hidden_weight:  # outputs of layers are of all tokens
+    if config.distillation.of_layers:  # what layers hand out is of all tokens
         return 1
     if config.sharding.turns or mesh.tensor == 1 or chip not in MOST_TURNS:
         return config.sharding.turns or 1

@@ -7,7 +7,7 @@ L layers.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -113,7 +113,8 @@ class Apply:
             params, rows["tokens"], mask, execution, grad_buffers=grad_buffers,
             noise_BT=rows.get("noise"), taken=batch,
         )  # fmt: skip
-        with_outputs = distillation.LAYERS in rows
+        known = distillation.OF_LAYERS.items()
+        with_outputs = tuple(output for output, of_teacher in known if of_teacher in rows)
         x_BTD, outputs = self.apply_layers(
             params["blocks"], x_BTD, mask, execution, grad_buffers=block_buffers,
             share_BT=rows.get("share"), noise_BT=rows.get("noise"), with_outputs=with_outputs,
@@ -121,7 +122,8 @@ class Apply:
         found = self.last_losses(params, x_BTD, rows, execution)
         if with_outputs:
             settings = dict(place=execution.place, policy=execution.policy)
-            found = *found, execution.distilled.hidden_losses(outputs, rows, params, **settings)
+            of_layers = execution.distilled.layer_losses(outputs, rows, params, mask, **settings)
+            found = *found, *of_layers
         return tuple(self.split_rows(found, execution, back=True))
 
     def table_ids(self, tables: Tables, batch: dict) -> dict[str, Array]:
@@ -156,20 +158,20 @@ class Apply:
         return x_BTD
 
     def last_hidden(
-        self, params: dict, batch: dict, execution: Execution, layers: tuple[int, ...] = ()
+        self, params: dict, batch: dict, execution: Execution, outputs: Mapping[str, Sequence[int]]
     ) -> list[Array]:
-        """What the head multiplies, [B, T, D], of a batch as for `losses`; and if `layers` are
-        asked for their outputs, [B, T, P, D]."""
+        """What the head multiplies, [B, T, D], of a batch as for `losses`; and for each of
+        `outputs` (see `apply_layers`) that of P layers, [B, T, P, ...]."""
         names = ("tokens", "segment_ids", "positions")
         tokens_BT, *rows = self.split_rows([batch[name] for name in names], execution)
         mask = self_mask(*rows, execution)
         x_BTD = self.embedded(params, tokens_BT, mask, execution)
-        x_BTD, outputs = self.apply_layers(
-            params["blocks"], x_BTD, mask, execution, with_outputs=bool(layers)
+        x_BTD, of_layers = self.apply_layers(
+            params["blocks"], x_BTD, mask, execution, with_outputs=tuple(outputs)
         )
         found = [self._normed(params, x_BTD)]
-        if layers:
-            found.append(jnp.stack([outputs[layer] for layer in layers], axis=2))
+        for name, chosen in outputs.items():
+            found.append(jnp.stack([of_layers[name][layer] for layer in chosen], axis=2))
         return self.split_rows(found, execution, back=True)
 
     def scores(
@@ -384,8 +386,9 @@ class Apply:
         kinds: tuple[str, ...] | Array | None = None, grad_buffers: dict | None = None,
         rotations: dict | None = None, cache: tuple[Array, Array] | None = None,
         now: Array | int | None = None, row: Array | None = None, first: int = 0,
-        share_BT: Array | None = None, noise_BT: Array | None = None, with_outputs: bool = False,
-    ) -> tuple[Float[Array, "B T D"], tuple[Array, Array] | Array | None]:  # fmt: skip
+        share_BT: Array | None = None, noise_BT: Array | None = None,
+        with_outputs: tuple[str, ...] = (),
+    ) -> tuple[Float[Array, "B T D"], tuple[Array, Array] | dict[str, Array] | None]:  # fmt: skip
         """The output of layers with these stacked weights, and their cache.
 
         Args:
@@ -402,14 +405,16 @@ class Apply:
           first: the number of the first layer, by which the rules of `execution.remat` count.
           share_BT: see `losses`; None = losses of routed experts are left out.
           noise_BT: see `losses`; None = adapters drop nothing.
-          with_outputs: return those of all layers, [l, B, T, D], in the place of a cache; tokens
-            then are in one group.
+          with_outputs: some of `distillation.OF_LAYERS`; return those of all layers, [l, B, T, ...]
+            by name, in the place of a cache; tokens then are in one group.
         """
         kinds = self.model.block_kinds if kinds is None else kinds
         rules = remat.parse(execution.remat, self.kind_names)
         rotations = self.rotations(mask.positions_BT) if rotations is None else rotations
         place, groups = execution.place, turns.Groups()
-        assert not with_outputs or (execution.turns == 1 and cache is None)
+        if with_outputs:
+            assert execution.turns == 1 and cache is None
+            execution = dataclasses.replace(execution, hands_out=True)
         # Weight gradients that are left for later are of one product each.
         if execution.turns > 1 and cache is None and not dot.deferred(grad_buffers):
             groups = turns.groups_of(execution.turns, x_BTD, mask, place)
@@ -419,7 +424,7 @@ class Apply:
         layer_of = functools.partial(
             self._layer, masks, groups, execution, now, row, share_BT, noise_BT
         )
-        layer_of = _with_output(layer_of) if with_outputs else layer_of
+        layer_of = _with_outputs(with_outputs, layer_of) if with_outputs else layer_of
         is_layer = None if isinstance(kinds, tuple) else kinds >= 0
         if cache is not None and self.model.repeats > 1:
             cache = jax.tree.map(lambda slots: sharding.regrouped(slots, self.model.repeats), cache)
@@ -431,7 +436,7 @@ class Apply:
                 first=first, around=functools.partial(_repeated, self.model.repeats),
             )  # fmt: skip
         if self.model.repeats > 1 and with_outputs:
-            cache = cache[:, -1]  # of the last time
+            cache = jax.tree.map(lambda outputs: outputs[:, -1], cache)  # of the last time
         elif self.model.repeats > 1 and cache is not None:
             cache = jax.tree.map(lambda slots: slots.reshape(-1, *slots.shape[2:]), cache)
         return groups.join_x(x, place), cache
@@ -529,17 +534,18 @@ def _repeated(repeats: int, layer: Callable) -> Callable:
     return passes
 
 
-def _with_output(layer_of: Callable) -> Callable:
-    """Of layers of one group of tokens: their output is their second result too."""
+def _with_outputs(names: tuple[str, ...], layer_of: Callable) -> Callable:
+    """Of layers of one group of tokens: these of their outputs are their second result."""
 
     def of(*given, **options):
         layer = layer_of(*given, **options)
 
-        def with_output(x, arrays):
-            (x_BTD,), _ = layer(x, arrays)
-            return [x_BTD], x_BTD
+        def with_outputs(x, arrays):
+            (x_BTD,), received = layer(x, arrays)
+            found = dict(zip(distillation.OF_LAYERS, (x_BTD, *received), strict=True))
+            return [x_BTD], {name: found[name] for name in names}
 
-        return with_output
+        return with_outputs
 
     return of
 

@@ -181,7 +181,8 @@ class Attention(nnx.Module):
         Args:
           cache: with `now`, all slots [B, S, K, H], of which T are written from slot `now` on.
             Without it, the keys and values of earlier positions [B, S - T, K, H], or () before
-            these: those of x are appended. None: attention within x, and no cache.
+            these: those of x are appended. None: attention within x, and no cache; with
+            `execution.hands_out` its queries, keys and values in the place of one.
         """
         x_BTD = execution.place.constrain(x_BTD, INSIDE, multiplied_into=("heads",))
         x_BTD = checkpoint_name(x_BTD, remat.ATTENTION_NORM)
@@ -197,7 +198,7 @@ class Attention(nnx.Module):
         if rotation is not None:
             rotate = functools.partial(rope.rotate, interleaved=self.interleaved)
             query_BTNH, key_BTKH = (rotate(x, rotation) for x in (query_BTNH, key_BTKH))
-        query_BTNH, key_BTKH, value_BTKH = checkpoint_name(
+        query_BTNH, key_BTKH, value_BTKH = received = checkpoint_name(
             (query_BTNH, key_BTKH, value_BTKH), remat.QUERY_KEY_VALUE
         )
         if cache is not None:
@@ -221,7 +222,8 @@ class Attention(nnx.Module):
             config=execution.attention, place=execution.place,
             keys="sequence" if now is None else "cache", sinks_BTN=sinks_BTN,
         )  # fmt: skip
-        return self.out("BTNH,NHD->BTD", out_BTNH, BLOCK, execution), cache
+        out_BTD = self.out("BTNH,NHD->BTD", out_BTNH, BLOCK, execution)
+        return out_BTD, received if execution.hands_out else cache
 
 
 class LatentAttention(nnx.Module):
@@ -297,7 +299,7 @@ class LatentAttention(nnx.Module):
         )  # fmt: skip
         key_BTNH = jnp.concatenate([key_BTNH, shared_BTNP], axis=-1)
         query_BTNH = jnp.concatenate([plain_BTNH, turned_BTNP], axis=-1)
-        query_BTNH, key_BTNH, value_BTNV = checkpoint_name(
+        query_BTNH, key_BTNH, value_BTNV = received = checkpoint_name(
             (query_BTNH, key_BTNH, value_BTNV), remat.QUERY_KEY_VALUE
         )
         if cache is not None:
@@ -306,7 +308,8 @@ class LatentAttention(nnx.Module):
             cache = tuple(jnp.concatenate(pair, axis=1) for pair in pairs) if cache else new
             key_BTNH, value_BTNV = cache
         out_BTNV = attend_to(query_BTNH, key_BTNH, value_BTNV)
-        return self.out("BTNV,NVD->BTD", out_BTNV, BLOCK, execution), cache
+        out_BTD = self.out("BTNV,NVD->BTD", out_BTNV, BLOCK, execution)
+        return out_BTD, received if execution.hands_out else cache
 
     def _queries(self, x_BTD, execution: Execution):
         """Of all heads, what is not rotated and what is to be."""

@@ -17,15 +17,28 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from llmx import sharding
 from llmx.data import packing
-from llmx.model import distilled_losses, families, hidden_states, losses
+from llmx.model import (
+    attention_relations,
+    distilled_losses,
+    families,
+    hidden_states,
+    losses,
+    precision,
+)
+from llmx.model.attention.masks import Mask
 from llmx.runtime.bounds import bounded, choice
 
 # In a batch: the input of the teacher's head, [B, T, E]; or ids of the likeliest tokens, int32
 # [B, T, K], and their log-probabilities with that of all others together, fp32 [B, T, K+1].
 HIDDEN, IDS, LOG_P = "teacher_hidden", packing.TEACHER_IDS, packing.TEACHER_LOG_P
-LAYERS = "teacher_layers"  # outputs of layers of the teacher, [B, T, P, E]
-OF_TEACHER = (HIDDEN, IDS, LOG_P, LAYERS)
+# By what layers hand out, the same of P layers of the teacher, [B, T, P, ...].
+OF_LAYERS = {
+    name: f"teacher_{name}"
+    for name in (hidden_states.OUTPUTS, *attention_relations.ARRAYS.values())
+}
+OF_TEACHER = (HIDDEN, IDS, LOG_P, *OF_LAYERS.values())
 HEAD = "teacher_head"  # beside the parameters
 DIVERGENCES = ("forward", "reverse")
 # Of what a student leaves to the tokens that are not listed: no logarithm of less is taken.
@@ -52,9 +65,23 @@ class DistillationConfig:
     # for each layer of the student that of the teacher, -1 = none; () = evenly
     hidden_layers: tuple[int, ...] = ()
 
+    # beside it: of how attention relates tokens, by its divergence from the teacher's
+    attention_weight: float = bounded(0.0, at_least=0)
+    # some of "qq", "kk", "vv" (MiniLMv2), and "qk": the map of attention itself
+    attention_relations: tuple[str, ...] = ("qq", "kk", "vv")
+    # which queries, keys and values of all heads are cut into; 0 = as many as the student has
+    attention_heads: int = bounded(0, at_least=0)
+    # for each layer of the student that of the teacher, -1 = none; () = the last by the last
+    attention_layers: tuple[int, ...] = ()
+
     @property
     def is_on(self) -> bool:
         return bool(self.teacher or self.top_k)
+
+    @property
+    def of_layers(self) -> bool:
+        """Whether layers have losses of their own."""
+        return bool(self.hidden_weight or self.attention_weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,15 +96,30 @@ class Distilled:
     hidden_weight: float = 0.0
     hidden_loss: str = hidden_states.MSE
     hidden_pairs: tuple[tuple[int, int], ...] = ()  # (layer of the student, of the teacher)
+    attention_weight: float = 0.0
+    relations: attention_relations.Relations | None = None
+
+    @property
+    def weights_of_layers(self) -> dict[str, float]:
+        """Of the losses of layers, by name."""
+        found = {"hidden": self.hidden_weight} if self.hidden_pairs else {}
+        return found | ({"attention": self.attention_weight} if self.relations else {})
 
     @property
     def reported(self) -> tuple[str, ...]:
         """Names of what is reported of a batch, beside the loss."""
-        return ("divergence", *["hidden"] * bool(self.hidden_pairs))
+        return ("divergence", *self.weights_of_layers)
+
+    @property
+    def of_teacher(self) -> dict[str, tuple[int, ...]]:
+        """By what layers hand out: the layers of the teacher of which it is learned."""
+        pairs, relations = self.hidden_pairs, self.relations
+        found = {hidden_states.OUTPUTS: tuple(layer for _, layer in pairs)} if pairs else {}
+        return found | (dict.fromkeys(relations.arrays, relations.of_teacher) if relations else {})
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers of the student whose outputs are taught."""
+        """Layers of the student whose outputs are taught through matrices."""
         return tuple(layer for layer, _ in self.hidden_pairs)
 
     def token_losses(
@@ -107,20 +149,29 @@ class Distilled:
         )
         return -log_q_BTK[..., 0], log_z_BT, divergence_BT
 
-    def hidden_losses(
-        self, outputs: Array, rows: Mapping[str, Array], params: Mapping[str, Any], **settings: Any
-    ) -> Array:
-        """Of outputs of all layers [L, B, T, D], see `hidden_states.losses`."""
-        taught = {layer: outputs[layer] for layer in self.layers}
-        matrices = params[hidden_states.PROJECTION]
-        return hidden_states.losses(
-            taught, matrices, rows[LAYERS], kind=self.hidden_loss, **settings
-        )
+    def layer_losses(
+        self, outputs: Mapping[str, Array], rows: Mapping[str, Array], params: Mapping[str, Any],
+        mask: Mask, *, place: sharding.Placement, policy: precision.Policy,
+    ) -> list[Array]:  # fmt: skip
+        """Each of `weights_of_layers`, [B, T], of outputs of all layers, [L, B, T, ...] by name."""
+        found, of_teacher = [], {output: rows[OF_LAYERS[output]] for output in outputs}
+        if self.hidden_pairs:
+            of_layers = outputs[hidden_states.OUTPUTS]
+            taught = {layer: of_layers[layer] for layer in self.layers}
+            found.append(hidden_states.losses(
+                taught, params[hidden_states.PROJECTION], of_teacher[hidden_states.OUTPUTS],
+                kind=self.hidden_loss, place=place, policy=policy,
+            ))  # fmt: skip
+        if self.relations:
+            found.append(self.relations.losses(outputs, of_teacher, mask, place=place))
+        return found
 
-    def minimized(self, loss: Array, divergence: Array, *hidden: Array) -> Array:
-        """What is minimized, of the loss on the data, the divergence and that of layers."""
-        both = (1 - self.weight) * loss + self.weight * self.temperature**2 * divergence
-        return both + self.hidden_weight * hidden[0] if hidden else both
+    def minimized(self, loss: Array, divergence: Array, *of_layers: Array) -> Array:
+        """What is minimized, of the loss on the data, the divergence and those of layers."""
+        total = (1 - self.weight) * loss + self.weight * self.temperature**2 * divergence
+        for weight, one in zip(self.weights_of_layers.values(), of_layers, strict=True):
+            total += weight * one
+        return total
 
     def arrays(self, shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shapes and dtypes of what a batch [B, T] of the data has of a teacher."""
@@ -131,18 +182,26 @@ class Distilled:
 
 
 def of(
-    config: DistillationConfig, *, layers: int = 0, teacher: families.ModelConfig | None = None
-) -> Distilled | None:
-    """How a section has the losses of a student with these layers taken; None = nothing is learned
-    from a teacher. Raises ValueError for `hidden_layers` that are not there."""
+    config: DistillationConfig, *, student: families.ModelConfig,
+    teacher: families.ModelConfig | None = None,
+) -> Distilled | None:  # fmt: skip
+    """How a section has the losses of a student taken; None = nothing is learned from a teacher.
+    Raises ValueError for layers that are not there."""
     if not config.is_on:
         return None
-    reverse, pairs = config.divergence == "reverse", ()
+    reverse, pairs, relations = config.divergence == "reverse", (), None
     if teacher is not None and config.hidden_weight:
-        pairs = hidden_states.pairs_of(config.hidden_layers, layers, teacher.num_layers)
+        layers = student.num_layers, teacher.num_layers
+        pairs = hidden_states.pairs_of(config.hidden_layers, *layers)
+    if teacher is not None and config.attention_weight:
+        relations = attention_relations.of(
+            config.attention_relations, config.attention_heads, config.attention_layers,
+            student, teacher,
+        )  # fmt: skip
     return Distilled(
         config.weight, config.temperature, reverse, config.top_k,
         teacher.logit_softcap if teacher else 0.0, config.hidden_weight, config.hidden_loss, pairs,
+        config.attention_weight, relations,
     )  # fmt: skip
 
 

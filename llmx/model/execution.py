@@ -27,6 +27,7 @@ class Execution:
     kv_cache: str = ""  # how decoding keeps keys and values, one of `cache.FORMATS`
     distilled: Distilled | None = None  # what a teacher says adds to the losses of tokens
     tables: Tables | None = None  # where a batch looks rows up
+    hands_out: bool = False  # attention returns queries, keys and values, and no cache
     turns: int = 1  # groups of a device's tokens that take turns in a layer: `turns.groups_of`
 
     @property

@@ -20,6 +20,7 @@ from llmx.model import dot, precision, quantized
 
 PROJECTION = "projection"
 AXES = ("embed", "latent")  # logical axes of each matrix
+OUTPUTS = "outputs"  # of layers, by which they are handed out
 MSE, COSINE = "mse", "cosine"
 LOSSES = (MSE, COSINE)
 
@@ -41,7 +42,7 @@ def pairs_of(chosen: Sequence[int], layers: int, of_teacher: int) -> tuple[tuple
             f"layer {wrong[0]} is none of the teacher's {of_teacher}: use 0 to {of_teacher - 1}"
         )
     if not (found := tuple((n, layer) for n, layer in enumerate(chosen) if layer >= 0)):
-        raise ValueError("names no layer: give one, or leave hidden_weight out")
+        raise ValueError("names no layer: give one, or set no weight")
     return found
 
 

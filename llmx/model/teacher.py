@@ -7,6 +7,7 @@ Letters: B batch, T positions, E width of the teacher.
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -39,20 +40,20 @@ class Teacher:
         return jax.sharding.reshard(head_VE, NamedSharding(self.execution.place.mesh, self.head))
 
     def hidden(
-        self, params: Any, rows: Any, to: PartitionSpec, layers: tuple[int, ...] = ()
+        self, params: Any, rows: Any, to: PartitionSpec, outputs: Mapping[str, Sequence[int]]
     ) -> dict[str, jax.Array]:
-        """For a batch: what its head multiplies, [B, T, E], split as `to`, and outputs of `layers`,
-        if there are any, [B, T, P, E]. Communicates as a forward pass."""
+        """For a batch: what its head multiplies, [B, T, E], split as `to`, and by name `outputs`
+        of P layers each, [B, T, P, ...]. Communicates as a forward pass."""
         place = self.execution.place
         rows = {
             name: place.constrain(rows[name], ("batch", "sequence"))
             for name in ("tokens", "segment_ids", "positions")
         }
-        found = self.apply.last_hidden(params, rows, self.execution, layers)
+        found = self.apply.last_hidden(params, rows, self.execution, outputs)
         hidden_BTE, *of_layers = jax.lax.stop_gradient(found)
         hidden_BTE = sharding.constrain(hidden_BTE, place.mesh, to)
-        names = (distillation.HIDDEN, distillation.LAYERS)
-        return dict(zip(names, (hidden_BTE, *of_layers), strict=False))
+        names = (distillation.HIDDEN, *(distillation.OF_LAYERS[name] for name in outputs))
+        return dict(zip(names, (hidden_BTE, *of_layers), strict=True))
 
 
 def make(model: families.ModelConfig, execution: Execution) -> Teacher:

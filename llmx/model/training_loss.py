@@ -214,8 +214,8 @@ class TrainingLoss:
         rows = {name: batch[name] for name in ("tokens", "segment_ids", "positions")}
         ways = self.mesh.shape["stage"]  # the rows of the teacher are split over stages too
         parts = next(n for n in range(max(accumulation // ways, 1), 0, -1) if accumulation % n == 0)
-        layers = tuple(of for _, of in self.execution.distilled.hidden_pairs)
-        hidden_of = lambda rows: self.teacher.hidden(frozen, rows, to, layers)  # noqa: E731
+        outputs = self.execution.distilled.of_teacher
+        hidden_of = lambda rows: self.teacher.hidden(frozen, rows, to, outputs)  # noqa: E731
         with self.teacher.execution.policy.products():
             if parts == 1:
                 return batch | hidden_of(rows)

@@ -37,7 +37,7 @@ def test_a_student_s_run(tmp_path):
     teacher = llmx.fit(config_of(tmp_path), workdir=tmp_path / "teacher")
     run = config_of(tmp_path, width=16, mlp_dim=24)
     run.distillation.teacher = str(teacher.workdir)
-    run.distillation.hidden_weight = 0.1
+    run.distillation.hidden_weight = run.distillation.attention_weight = 0.1
     whole = llmx.fit(run, workdir=tmp_path / "whole")
 
     def stop(record):
@@ -55,7 +55,7 @@ def test_a_student_s_run(tmp_path):
     assert "projection" in whole.state.params and "projection" not in whole.params
     records = text_runs.records(tmp_path / "whole")
     assert records[6]["divergence"] < records[1]["divergence"]
-    assert all(record["hidden"] > 0 for record in records.values())
+    assert all(record["hidden"] > 0 < record["attention"] for record in records.values())
     evaluated = text_runs.records(tmp_path / "whole", "eval")
     assert set(evaluated) == {3, 6} and "perplexity" in evaluated[6]
 

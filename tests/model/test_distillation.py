@@ -322,7 +322,8 @@ def batches(number=3):
 def state_of(recipe, seed=0):
     """With a teacher that is sure of something."""
     random = np.random.default_rng(1)
-    drawn = jax.device_get(jax.jit(lambda: apply_lib.init_parameters(TEACHER, 5))())
+    teacher = recipe.loss.teacher.apply.model
+    drawn = jax.device_get(jax.jit(lambda: apply_lib.init_parameters(teacher, 5))())
     moved = jax.tree.map(lambda leaf: leaf + 0.2 * random.normal(size=leaf.shape), drawn)
     with jax.set_mesh(recipe.mesh):
         frozen = jax.tree.map(
@@ -483,6 +484,168 @@ def test_layers_train_alike_on_meshes(mesh):
     )  # fmt: skip
 
 
+# ----------------------------------------------------------------------- relations of attention
+
+ATTENTION = dict(
+    distillation__attention_weight=3.0, distillation__attention_layers=(2, 1),
+    distillation__attention_relations=("qq", "kk", "vv", "qk"),
+)  # fmt: skip
+# Its first and last layer see 5 positions back.
+OF_OTHER_HEADS = dataclasses.replace(TEACHER, num_kv_heads=4, head_dim=8)
+
+
+@pytest.fixture
+def attention_recipe(monkeypatch):
+    """Of a student with normalised queries and keys, of other heads than its teacher."""
+    monkeypatch.setattr(starting, "teacher_of", lambda config: OF_OTHER_HEADS)
+    model = MODEL | dict(qk_norm=True)
+
+    def of(**keys):
+        return runs.make_recipe(runs.make_config("llama3", model=model, **KEYS | keys))
+
+    return of
+
+
+def packed_batches(number=3):
+    """Two documents in each row."""
+    found = batches(number)
+    for batch in found:
+        second = np.arange(16) >= np.arange(4, 12)[:, None]
+        starts = np.where(second, np.arange(4, 12)[:, None], 0)
+        batch["segment_ids"] = np.int32(1 + second)
+        batch["positions"] = np.int32(np.arange(16) - starts)
+    return found
+
+
+def received(model, params, layer, x, positions):
+    """Queries, keys and values of a layer as attention receives them, of the layer's input."""
+    block = jax.tree.map(lambda leaf: leaf[layer].astype(jnp.float32), params["blocks"])
+    own = block["attention"]
+
+    def norm(x, scale):
+        x = x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + model.norm_eps)
+        return x * (scale + model.norm_plus_one)
+
+    def turned(x):
+        frequencies = model.rope_theta ** -(np.arange(0, model.head_dim, 2) / model.head_dim)
+        angles = positions[:, :, None, None] * np.float32(frequencies)
+        a, b = jnp.split(x, 2, axis=-1)
+        cos, sin = jnp.cos(angles), jnp.sin(angles)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+    y = norm(x, block["attention_norm"]["scale"])
+    found = {
+        name[0]: jnp.einsum("btd,dnh->btnh", y, own[name]["kernel"])
+        for name in ("query", "key", "value")
+    }
+    if model.qk_norm:
+        found |= {n[0]: norm(found[n[0]], own[f"{n}_norm"]["scale"]) for n in ("query", "key")}
+    return found | {name: turned(found[name]) for name in "qk"}
+
+
+def divergence_of(relation, pairs, seen):
+    """Per token, from the definition: `pairs` are (model, what `received` returns)."""
+    logs = []
+    for model, arrays in pairs:
+        (x, y), scale = (arrays[letter] for letter in relation), model.score_scale
+        if relation == "qk":
+            y = jnp.repeat(y, x.shape[2] // y.shape[2], axis=2)
+        else:
+            x, y = (one.reshape(*one.shape[:2], 4, -1) for one in (x, y))  # as many as its heads
+            scale = x.shape[-1] ** -0.5
+        scores = scale * jnp.einsum("btnh,bsnh->bnts", x, y)
+        if relation == "qk" and (cap := model.attention_softcap):
+            scores = cap * jnp.tanh(scores / cap)
+        logs.append(jax.nn.log_softmax(jnp.where(seen[:, None], scores, -1e30), axis=-1))
+    terms = jnp.exp(logs[1]) * (logs[1] - logs[0])
+    return jnp.where(seen[:, None], terms, 0).sum(-1).mean(1)
+
+
+def input_of(apply, params, layer, rows, execution):
+    """Of a layer: the output of a model of those before it."""
+    mask = apply_lib.self_mask(rows["segment_ids"], rows["positions"], execution)
+    x = apply.embedded(params, rows["tokens"], mask, execution)
+    if layer:
+        first = apply_lib.Apply(dataclasses.replace(apply.model, num_layers=layer))
+        blocks = jax.tree.map(lambda leaf: leaf[:layer], params["blocks"])
+        x, _ = first.apply_layers(blocks, x, mask, execution)
+    return x
+
+
+def test_relations_of_a_step_are_those_of_whole_maps(attention_recipe):
+    """Value, and gradient by every parameter, of maps that exist whole, by autodiff."""
+    recipe, without = attention_recipe(**ATTENTION), attention_recipe()
+    batch, loss = packed_batches(1)[0], recipe.loss
+    back = batch["positions"][:, :, None] - batch["positions"][:, None]
+    same = batch["segment_ids"][:, :, None] == batch["segment_ids"][:, None]
+    share = batch["weights"] / batch["weights"].sum()
+    with jax.set_mesh(recipe.mesh), jax.default_matmul_precision("highest"):
+        state, rows = state_of(recipe), runs.put_batch(recipe, batch)
+
+        def total(params):
+            total = 0
+            for layer, of_teacher, window in ((0, 2, 5), (1, 1, 99)):
+                pairs = [
+                    (apply.model, received(
+                        apply.model, params, n, input_of(apply, params, n, rows, execution),
+                        batch["positions"],
+                    ))
+                    for apply, params, n, execution in (
+                        (loss.apply, params, layer, loss.execution),
+                        (loss.teacher.apply, state.frozen, of_teacher, loss.teacher.execution),
+                    )
+                ]  # fmt: skip
+                seen = same & (back >= 0) & (back < window)
+                of_relations = [divergence_of(one, pairs, seen) for one in ("qq", "kk", "vv", "qk")]
+                total += (sum(of_relations) / 4 * share).sum() / 2
+            return total
+
+        def take(recipe):
+            params = recipe.loss.joined(state.params, state.frozen, training=True)
+            return recipe.gradient.take(params, recipe.loss.prepared(rows, state.frozen), (), ())[0]
+
+        value, by_maps = jax.jit(jax.value_and_grad(total))(state.params)
+        found, plain = (jax.jit(lambda one=one: take(one))() for one in (recipe, without))
+    assert set(found.reported) == {"divergence", "attention"} and value > 0.01
+    np.testing.assert_allclose(found.reported["attention"], value, rtol=2e-5)
+    np.testing.assert_allclose(found.loss, plain.loss, rtol=1e-6)
+    wanted = jax.tree.map(lambda a, b: a + 3.0 * b, plain.tree, by_maps)
+    compare.assert_close(found.tree, wanted, 3e-5)
+    changed = compare.relative_errors(found.tree, plain.tree)
+    for name in ("query/kernel", "key/kernel", "value/kernel", "query_norm/scale"):
+        assert changed[f"blocks/attention/{name}"] > 0.05  # what is compared is not small
+
+
+@pytest.mark.parametrize("mesh", [name for name in MESHES if not name.startswith("stage")])
+def test_relations_train_alike_on_meshes(mesh, attention_recipe):
+    """With outputs of layers beside them."""
+    keys = ATTENTION | HIDDEN | runs.PARITY_OPTIMIZER | dict(remat="full")
+    one, split = attention_recipe(**keys), attention_recipe(**MESHES[mesh], **keys)
+    rows = packed_batches()
+    compare.assert_trained_alike(
+        *(runs.train(each, rows, state_of(each)) for each in (split, one)), 1e-5
+    )
+
+
+def test_relations_of_latent_attention_and_repeated_layers(monkeypatch):
+    """Values of latents have a width of their own. On a mesh, in segments of layers too, they train
+    as on one device."""
+    latent = families.preset(
+        "deepseek_v3", **MODEL | dict(num_kv_heads=4, head_dim=8, rope_dim=4, value_dim=6),
+        kv_latent=8, query_latent=0, num_experts=0, first_dense=0,
+    )  # fmt: skip
+    monkeypatch.setattr(starting, "teacher_of", lambda config: latent)
+    keys = dict(ATTENTION, distillation__attention_layers=(0, 1)) | runs.PARITY_OPTIMIZER
+    model, rows = MODEL | dict(repeats=2), packed_batches()
+
+    def trained(**others):
+        recipe = runs.make_recipe(runs.make_config("llama3", model=model, **KEYS | keys | others))
+        return runs.train(recipe, rows, state_of(recipe))
+
+    split = trained(mesh=dict(fsdp=2, tensor=2), remat="sqrt")
+    compare.assert_trained_alike(split, trained(), 1e-5)
+
+
 LEARNED = dict(quantization__bits=4, quantization__scales="learned")
 ROUNDED = {
     "learned, averages": LEARNED | dict(quantization__activations="average"),
@@ -591,6 +754,26 @@ def test_whole_logits_of_neither_exist():
     (HIDDEN | dict(distillation__hidden_layers=(0,)), "names 1 layers and the student has 2"),
     (HIDDEN | dict(mesh=dict(stage=2), batch__accumulation=2), "use mesh.stage=1, and fsdp"),
     (HIDDEN | dict(distillation__teacher="", distillation__top_k=2), "files have no outputs"),
+    (dict(distillation__attention_heads=2), "no effect with distillation.attention_weight=0"),
+    (ATTENTION | dict(distillation__attention_layers=(0, 3)), "layer 3 is none of the teacher's 3"),
+    (ATTENTION | dict(distillation__attention_layers=(-1, -1)), "names no layer"),
+    (ATTENTION | dict(mesh=dict(stage=2), batch__accumulation=2), "use mesh.stage=1, and fsdp"),
+    (ATTENTION | dict(sharding__turns=2), "use sharding.turns=1"),
+    (ATTENTION | dict(distillation__teacher="", distillation__top_k=2), "name a teacher"),
+    (ATTENTION | dict(distillation__attention_relations=("qv",)),
+     "attention_relations=.'qv',. 'qv' is unknown: use one of qq, kk, vv, qk"),
+    (ATTENTION | dict(distillation__attention_relations=()), "names no relation: give some of"),
+    (ATTENTION | dict(distillation__attention_relations=("qq", "qq")), "names a relation twice"),
+    (ATTENTION | dict(distillation__attention_relations=("qk",), distillation__attention_heads=2),
+     "attention_heads=2 has no effect with attention_relations"),
+    (ATTENTION | dict(model=MODEL | dict(num_heads=2)), "the teacher 4: leave 'qk' out"),
+    (ATTENTION | dict(distillation__attention_heads=3),
+     "attention_heads=3: .*8 numbers, which 3 does not divide; use one of 1, 2, 4, 8"),
+    (ATTENTION | dict(model=MODEL | dict(num_heads=3, num_kv_heads=3, head_dim=4),
+                      distillation__attention_relations=("vv",)),
+     "attention_heads=0 .3, as the student has.*use one of 1, 2, 4"),
+    (ATTENTION | dict(mesh=dict(tensor=2), distillation__attention_heads=1),
+     "mesh.tensor=2 splits 1 relation heads, .*use one of 2, 4, 8"),
 ])  # fmt: skip
 def test_what_cannot_be_is_said(keys, said):
     keys = dict(keys)
