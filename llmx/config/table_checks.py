@@ -14,9 +14,8 @@ from llmx.model import looked_up
 from llmx.model.recommender import config as recommender_config
 from llmx.runtime import bounds
 from llmx.step.transforms import masks
-from llmx.tables import cached, exports, host_rows, row_optimizers
+from llmx.tables import cached, checks, exports, host_rows, row_optimizers
 from llmx.tables import config as tables_config
-from llmx.tables import tables as tables_lib
 from llmx.tables.config import Feature, Table, TablesConfig
 
 
@@ -250,6 +249,11 @@ def problems(config: Config) -> Iterator[str]:
         )
     yield from _of_optimizer(config)
     yield from _cache_problems(config)
+    yield from _of_placement(config)
+
+
+def _of_placement(config: Config) -> Iterator[str]:
+    """Tables that the devices of the batch cannot have, or not with this optimizer."""
     listed, features, settings = tables_of(config), features_of(config), config.tables
     if settings.cache_rows:
         known = [dataclasses.replace(one, rows=one.rows or 1) for one in listed]
@@ -257,4 +261,4 @@ def problems(config: Config) -> Iterator[str]:
         table, features = cached.on_devices(listed, features, settings.cache_rows)
         listed = [table]
     devices = math.prod(max(1, vars(config.mesh)[axis]) for axis in sharding.BATCH_AXES)
-    yield from tables_lib.problems(listed, features, settings, devices)
+    yield from checks.problems(listed, features, settings, devices)

@@ -29,8 +29,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from llmx.sharding import local_view
-from llmx.tables import by_id, costs, numbers, placement, requests, row_optimizers
-from llmx.tables import config as config_lib
+from llmx.tables import by_id, checks, costs, numbers, placement, requests, row_optimizers
 from llmx.tables.by_id import DECAYED, ROWS, Source
 from llmx.tables.config import Feature, Table, TablesConfig
 from llmx.tables.placement import Group
@@ -221,7 +220,9 @@ class Tables:
         (`problems_of` names them). Communicates ids and rows over `axes`, of all tables at once.
 
         Raises ValueError for ids on the host of more than 32 bits, and for no records."""
-        each = {f.name: jnp.asarray(_of_32_bits(f, ids[f.name])) for f in self.features}
+        each = {
+            f.name: jnp.asarray(checks.of_32_bits(f, ids[f.name]), jnp.int32) for f in self.features
+        }
         if not all(len(array) for array in each.values()):
             raise ValueError("a batch without records: give take at least one of each device")
         passed = {key: slots[DECAYED] for key, slots in state.slots.items() if DECAYED in slots}
@@ -544,29 +545,7 @@ class Tables:
 
     def problems_of(self, ids: Mapping[str, np.ndarray], first_record: int = 0) -> Iterator[str]:
         """Ids on the host that a table does not have."""
-        by_name = {table.name: table for table in self.tables}
-        for feature in self.features:
-            array, rows = np.asarray(ids[feature.name]), by_name[feature.table].rows
-            bad = np.argwhere((array < -1) | (array >= rows))
-            if len(bad):
-                record, place = bad[0]
-                yield (
-                    f"table {feature.table!r}: id {array[record, place]} of feature "
-                    f"{feature.name!r} in record {first_record + record:,} is not below its "
-                    f"{rows:,} rows: hash ids, or make the table larger; -1 says that there is no "
-                    "id"
-                )
-
-
-def _of_32_bits(feature: Feature, ids: Any) -> Any:
-    if isinstance(ids, np.ndarray) and ids.dtype.itemsize > 4 and ids.size:
-        limits = np.iinfo(np.int32)
-        if ids.min() < limits.min or ids.max() > limits.max:
-            raise ValueError(
-                f"feature {feature.name!r}: id {ids.max()} has more than 32 bits: hash ids, or "
-                "keep rows in host memory (tables.cached)"
-            )
-    return ids if isinstance(ids, jax.Array) else np.asarray(ids).astype(np.int32)
+        return checks.problems_of_ids(self.tables, self.features, ids, first_record)
 
 
 def _added(decay_2: jax.Array, more: jax.Array) -> jax.Array:
@@ -600,7 +579,7 @@ def make(
     all_axes = tuple(axes)
     axes = tuple(axis for axis in all_axes if mesh.shape[axis] > 1)
     devices = math.prod(mesh.shape[axis] for axis in axes)
-    if wrong := list(problems(tables, features, config, devices)):
+    if wrong := list(checks.problems(tables, features, config, devices)):
         raise ValueError("\n".join(wrong))
     return Tables(
         tuple(tables),
@@ -612,31 +591,3 @@ def make(
         _groups(tables, features, devices),
         row_optimizers.make(config),
     )
-
-
-def problems(
-    tables: Sequence[Table], features: Sequence[Feature], config: TablesConfig, devices: int
-) -> Iterator[str]:
-    """What does not fit together, on so many devices of the batch."""
-    wrong = list(config_lib.problems(tables, features))
-    yield from wrong
-    if config.weight_decay and config.optimizer == "ftrl":
-        yield "tables.weight_decay goes not with tables.optimizer='ftrl': use tables.l2"
-    by_columns = [table.name for table in tables if table.split == "columns"]
-    if by_columns and config.optimizer == "row_adagrad":
-        yield (
-            f"tables.split='columns' of table {by_columns[0]!r} goes not with "
-            "tables.optimizer='row_adagrad', which has one number of a whole row: use "
-            "tables.optimizer='adagrad', or tables.split='rows'"
-        )
-    if (taken := config.learning_rate * config.weight_decay) >= 1:
-        yield (
-            f"tables.learning_rate x tables.weight_decay = {taken:g} must be less than 1, or a "
-            "step would take rows away whole: lower tables.weight_decay"
-        )
-    if wrong:
-        return  # of which nothing can be placed
-    try:
-        placement.placed(tables, features, devices)
-    except ValueError as error:
-        yield str(error)
