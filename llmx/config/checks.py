@@ -479,7 +479,9 @@ def _width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     width, layout = config.model.width, config.sharding.layout
     over = {axis: sizes[axis] for axis in replica_axes(config, "optimizer")}
     ways, of_clicks = math.prod(over.values()), config.model.recommender.name
-    if width % ways == 0 and not of_clicks:
+    if of_clicks and not config.model.recommender.features:
+        return  # what is wrong with it has been said
+    if ways == 1 or (width % ways == 0 and not of_clicks):
         return
     what = f"a layer of {of_clicks!r}" if of_clicks else f"model.width={width}"
     found = (

@@ -12,7 +12,6 @@
 Letters: R rows that are touched, W width.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -63,14 +62,12 @@ def _row_adagrad(config: TablesConfig) -> RowOptimizer:
 
 def _adam(config: TablesConfig) -> RowOptimizer:
     b1, b2 = config.b1, config.b2
-    # 1 - b^count, of which fp32 would lose half the digits at b = 0.999.
-    log_b1, log_b2 = (math.log(b) if b else -math.inf for b in (b1, b2))
 
     def update(rows, slots, g, rate):
         count = slots["count"] + 1
         m = b1 * slots["m"] + (1 - b1) * g
         v = b2 * slots["v"] + (1 - b2) * jnp.square(g)
-        m_hat, v_hat = m / -jnp.expm1(count * log_b1), v / -jnp.expm1(count * log_b2)
+        m_hat, v_hat = m / (1 - b1**count), v / (1 - b2**count)
         rows = rows - rate * m_hat / (jnp.sqrt(v_hat) + config.eps)
         return rows, {"m": m, "v": v, "count": count}
 

@@ -560,7 +560,7 @@ def checkpoint(folder, devices: int, *, step: int = 40, weight_decay: float = 0.
     source = ById(listed.tables, seed=step, slots=("squares",))
     groups = tables_lib.placement.placed(listed.tables, listed.features, devices)
     parts = functools.partial(np.concatenate, axis=0)
-    arrays = {"extra/tables/decay": np.float32(-0.5)[...]}
+    arrays = {"extra/tables/decay": np.array([-0.5, 0.0], np.float32)}
     for group in groups:
         key = f"extra/tables/rows/{group.width}"
         of = [
