@@ -101,8 +101,8 @@ def test_killed_and_resumed_elsewhere(scratch, undisturbed):
 
 @pytest.mark.slow
 def test_integers_killed_and_resumed_elsewhere(scratch):
-    """Learned scales come back: losses and weights at the end are the same,
-    but for the few weights whose number lies between two integers."""
+    """Learned scales come back: losses at the end are the same, and so are weights but for the few
+    whose number lies between two integers, which are one apart."""
     wanted = scratch / "integers"
     done = run(scratch, wanted, *ROUND)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -113,8 +113,9 @@ def test_integers_killed_and_resumed_elsewhere(scratch):
     )
     assert one.keys() == other.keys() and len(one) > 8
     for name, array in one.items():
-        apart = np.abs(array - other[name]) > 1e-4 * np.abs(array).max()
-        assert apart.mean() < 0.01, (name, apart.mean())
+        apart, largest = np.abs(array - other[name]), np.abs(array).max()
+        assert apart.max() < 1.5 * largest / 127, name
+        assert (apart > 1e-4 * largest).mean() < 0.05, name
 
 
 def killed_and_resumed(scratch, *flags) -> pathlib.Path:
