@@ -173,7 +173,7 @@ def test_the_flag_keeps_keys_and_values_in_int8(talking, capsys, monkeypatch):
     assert printed(capsys, talking, *prompts, "--kv-cache", "int8", "--stream") == whole
     run = config_lib.load_run(talking)
     run.sample.kv_cache = "int8"
-    monkeypatch.setattr(config_lib, "load_run", lambda workdir: run)
+    monkeypatch.setattr(config_lib, "load_run", lambda workdir, **_: run)
     assert printed(capsys, talking, *prompts) == whole
     assert set(kinds) == {"int8"}
     printed(capsys, talking, *prompts, "--kv-cache", "precision")
