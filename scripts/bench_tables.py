@@ -36,19 +36,26 @@ def batches_of(rows: int, records: int, ids: int, number: int) -> list[np.ndarra
     return found
 
 
+def mesh_of(devices: int):
+    """So many devices of the batch."""
+    import jax
+
+    explicit = (jax.sharding.AxisType.Explicit,)
+    return jax.make_mesh(
+        (devices,), ("data",), axis_types=explicit, devices=jax.devices()[:devices]
+    )
+
+
 def sparse(rows: int, args: argparse.Namespace, optimizer: str) -> Callable[[], None]:
     """A step of llmx.tables."""
     import jax
     import jax.numpy as jnp
-    from jax.sharding import AxisType, NamedSharding
+    from jax.sharding import NamedSharding
 
     from llmx.tables import tables as tables_lib
     from llmx.tables.config import Feature, Table, TablesConfig
 
-    mesh = jax.make_mesh(
-        (args.devices,), ("data",), axis_types=(AxisType.Explicit,),
-        devices=jax.devices()[: args.devices],
-    )  # fmt: skip
+    mesh = mesh_of(args.devices)
     table, feature = Table("table", rows, args.width), Feature("ids", "table", args.ids, "sum")
     tables = tables_lib.make([table], [feature], TablesConfig(optimizer=optimizer), mesh)
 
@@ -80,7 +87,7 @@ def of_dlrm(rows: int, args: argparse.Namespace, optimizer: str) -> Callable[[],
     """A step of DLRM: 26 tables that have `rows` in all, the network by Adam."""
     import jax
     import optax
-    from jax.sharding import AxisType, NamedSharding, PartitionSpec
+    from jax.sharding import NamedSharding, PartitionSpec
 
     from llmx.model.recommender import recommender
     from llmx.model.recommender.config import RecommenderConfig
@@ -88,10 +95,7 @@ def of_dlrm(rows: int, args: argparse.Namespace, optimizer: str) -> Callable[[],
     from llmx.tables.config import Feature, Table, TablesConfig
 
     each, width = rows // NUM_TABLES, 16
-    mesh = jax.make_mesh(
-        (args.devices,), ("data",), axis_types=(AxisType.Explicit,),
-        devices=jax.devices()[: args.devices],
-    )  # fmt: skip
+    mesh = mesh_of(args.devices)
     made = [Table(f"C{number}", each, width) for number in range(NUM_TABLES)]
     features = [Feature(table.name, table.name, 1, "sum") for table in made]
     tables = tables_lib.make(made, features, TablesConfig(optimizer=optimizer), mesh)

@@ -18,6 +18,12 @@ ROWS = ""  # in the place of a slot's name
 DECAYED = "decayed"  # of a row: the sum of log(1 - lr weight_decay) up to its last update
 
 
+def widths_of(width: int, slots: Mapping[str, bool]) -> dict[str, int]:
+    """Numbers of a row, and of what an optimizer keeps of it: `slots` says of what each number has
+    one, and not the row."""
+    return {ROWS: width} | {slot: width if each else 1 for slot, each in slots.items()}
+
+
 class Source(Protocol):
     """Where rows come from."""
 

@@ -4,7 +4,6 @@ not have."""
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from llmx.tables import config as config_lib
@@ -59,8 +58,8 @@ def problems_of_ids(
             )
 
 
-def of_32_bits(feature: Feature, ids: Any) -> Any:
-    """Ids as int32. Raises ValueError for larger ones on the host."""
+def require_32_bits(feature: Feature, ids: Any) -> None:
+    """Raises ValueError for larger ids on the host, which int32 would cut."""
     if isinstance(ids, np.ndarray) and ids.dtype.itemsize > 4 and ids.size:
         limits = np.iinfo(np.int32)
         if ids.min() < limits.min or ids.max() > limits.max:
@@ -68,4 +67,3 @@ def of_32_bits(feature: Feature, ids: Any) -> Any:
                 f"feature {feature.name!r}: id {ids.max()} has more than 32 bits: hash ids, or "
                 "keep rows in host memory (tables.cached)"
             )
-    return ids if isinstance(ids, jax.Array) else np.asarray(ids).astype(np.int32)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from llmx.tables import exports
+from llmx.tables import by_id, exports
 from llmx.tables.by_id import ROWS, Source
 from llmx.tables.config import Feature, Table
 from llmx.tables.exports import IDS, Export
@@ -143,8 +143,7 @@ class _Arrays:
     """The .npy files of a table."""
 
     def __init__(self, folder, number: int, table: Table, slots: Mapping[str, bool], some: bool):
-        widths = {ROWS: table.width}
-        widths |= {slot: table.width if each else 1 for slot, each in slots.items()}
+        widths = by_id.widths_of(table.width, slots)
         name = lambda slot: folder / exports.file_name(number, table.name, slot)  # noqa: E731
         self._files = {
             slot: exports.ArrayFile(name(slot), np.float32, width) for slot, width in widths.items()

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from llmx.data import shards as token_shards
+from llmx.tables import by_id
 from llmx.tables.by_id import ROWS
 from llmx.tables.config import Feature, Table
 
@@ -179,8 +180,7 @@ def read_manifest(folder: pathlib.Path) -> dict[str, Any]:
 
 def _open_table(folder: pathlib.Path, manifest: Mapping, number: int, verify: bool) -> Part:
     one, slots = manifest["tables"][number], manifest["slots"]
-    rows, width = one["stored"], one["width"]
-    widths = {ROWS: width} | {slot: width if each else 1 for slot, each in slots.items()}
+    rows, widths = one["stored"], by_id.widths_of(one["width"], slots)
     has_ids = manifest["since"] is not None
     path = lambda slot: folder / file_name(number, one["name"], slot)  # noqa: E731
     if manifest["files"] != "npy":

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow
 from pyarrow import parquet
 
-from llmx.tables.by_id import ROWS
+from llmx.tables import by_id
 from llmx.tables.config import Table
 
 FILE = "file"  # whose checksum the manifest has
@@ -30,10 +30,9 @@ class Writer:
     """The file of a table; what is appended at once is a row group."""
 
     def __init__(self, path: pathlib.Path, table: Table, slots: Mapping[str, bool]):
-        widths = {_ROW: table.width}
-        widths |= {slot: table.width if each else 1 for slot, each in slots.items()}
         fields = [(_ID, pyarrow.int32())]
-        fields += [(name, pyarrow.list_(pyarrow.float32(), n)) for name, n in widths.items()]
+        for slot, width in by_id.widths_of(table.width, slots).items():
+            fields.append((slot or _ROW, pyarrow.list_(pyarrow.float32(), width)))
         self._schema, self._path, self.rows = pyarrow.schema(fields), path, 0
         self._writer = parquet.ParquetWriter(path, self._schema)
         self.sums: dict[str, str] = {}
@@ -87,7 +86,7 @@ def read(
         file = parquet.ParquetFile(path)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"{path} cannot be read ({error}): export again") from error
-    names = {slot: _ROW if slot == ROWS else slot for slot in widths}
+    names = {slot: slot or _ROW for slot in widths}  # "" are the rows
     wanted = {_ID: "int32"}
     wanted |= {names[slot]: f"{width} x float" for slot, width in widths.items()}
     found = {field.name: _shown(field.type) for field in file.schema_arrow}

@@ -36,6 +36,7 @@ from llmx.tables.placement import Group
 from llmx.tables.row_optimizers import RowOptimizer
 
 Ids = Mapping[str, Any]  # by feature, int32 [B, L x hashes]; -1 = none
+NO_DECAY = (0.0, 0.0)  # of a new state
 
 
 class Virtual(NamedTuple):
@@ -220,9 +221,9 @@ class Tables:
         (`problems_of` names them). Communicates ids and rows over `axes`, of all tables at once.
 
         Raises ValueError for ids on the host of more than 32 bits, and for no records."""
-        each = {
-            f.name: jnp.asarray(checks.of_32_bits(f, ids[f.name]), jnp.int32) for f in self.features
-        }
+        for feature in self.features:
+            checks.require_32_bits(feature, ids[feature.name])
+        each = {f.name: jnp.asarray(ids[f.name], jnp.int32) for f in self.features}
         if not all(len(array) for array in each.values()):
             raise ValueError("a batch without records: give take at least one of each device")
         passed = {key: slots[DECAYED] for key, slots in state.slots.items() if DECAYED in slots}
@@ -502,7 +503,7 @@ class Tables:
         due = DECAYED in kept and not self.config.weight_decay
         slots = self.optimizer.slots
         held = by_id.of_state(state, were, self.features, devices, slots=slots, due=due)
-        return self.filled(held, tuple(kept & self._slots.keys()), () if due else state.decay)
+        return self.filled(held, tuple(kept & self._slots.keys()), NO_DECAY if due else state.decay)
 
     def emptied(self, decay: Any) -> TablesState:
         """A cache without rows. The decay is copied: it may be another state's, that is donated."""
@@ -511,7 +512,7 @@ class Tables:
         to = self.abstract.decay.sharding
         return TablesState(rows, slots, jax.device_put(np.array(decay), to))
 
-    def filled(self, source: Source, slots: Sequence[str], decay: Any = ()) -> TablesState:
+    def filled(self, source: Source, slots: Sequence[str], decay: Any = NO_DECAY) -> TablesState:
         """The state of rows by id, and of what optimizers keep in `slots`; others are new. Each
         process reads the rows of its own devices."""
         abstract, to = self.abstract, self.abstract.decay.sharding
@@ -535,7 +536,7 @@ class Tables:
                 key: {name: array(key, name, like) for name, like in of_group.items()}
                 for key, of_group in abstract.slots.items()
             },
-            jax.device_put(np.array(decay if len(decay) else (0, 0), np.float32), to),
+            jax.device_put(np.array(decay, np.float32), to),
         )  # fmt: skip
 
     def is_moved(self, sizes: Mapping[str, int], split: str = "") -> bool:
