@@ -23,10 +23,10 @@ from llmx.model import apply, sampling
 from llmx.model.families import ModelConfig
 
 
-def train(steps: int, **options) -> tuple[str, dict]:
+def train(steps: int, rate: float, **options) -> tuple[str, dict]:
     """A stage that trains; options: keys of the config with "__" in the place of dots."""
     keys = {key.replace("__", "."): value for key, value in options.items()}
-    return "train", dict(steps=steps, learning_rate=3e-3, warmup_steps=10, config=keys)
+    return "train", dict(steps=steps, learning_rate=rate, warmup_steps=10, config=keys)
 
 
 def one_shot(**options) -> tuple:
@@ -51,27 +51,29 @@ def shrunk(model: ModelConfig, share: float) -> tuple:
     return "shrink", dict(num_layers=layers, mlp_dim=int(columns) // 16 * 16)
 
 
-def runs(steps: int, model: ModelConfig) -> dict[str, tuple]:
-    """By name: the stages. Without a stage that trains a row shows what the method alone does."""
+def runs(steps: int, rate: float, model: ModelConfig) -> dict[str, tuple]:
+    """By name: the stages. Without a stage that trains a row shows what the method alone does.
+    `rate`: the largest learning rate of those that do."""
+    trained = train(steps, rate)
 
     def pruned(method: str, until: float, **options) -> tuple:
         options = {f"pruning__{key}": value for key, value in options.items()}
         end = round(until * steps)
         return (
             train(
-                steps, pruning__method=method, pruning__begin_step=0, pruning__every=5,
+                steps, rate, pruning__method=method, pruning__begin_step=0, pruning__every=5,
                 pruning__end_step=end, **options,
             ),
         )  # fmt: skip
 
     return {
-        "dense": (train(steps),),
+        "dense": (trained,),
         "pruned_50": pruned("magnitude", 0.5),
         "pruned_50_by_layer": pruned("magnitude", 0.5, scope="layer"),
         "pruned_80": pruned("magnitude", 0.5, sparsity=0.8),
         "two_of_four": pruned("n_m", 0.25),
         "movement_50": pruned("movement", 0.5),
-        "shrunk_30": (shrunk(model, 0.7), train(steps)),
+        "shrunk_30": (shrunk(model, 0.7), trained),
         "magnitude": one_shot(method="magnitude"),
         "wanda": one_shot(method="wanda"),
         "sparse_gpt": one_shot(method="sparse_gpt"),
@@ -84,8 +86,8 @@ def runs(steps: int, model: ModelConfig) -> dict[str, tuple]:
         "plain_50": (factored("plain", 0.5),),
         "scaled_50": (factored("scaled", 0.5),),
         "whitened_50": (factored("whitened", 0.5),),
-        "plain_50_trained": (factored("plain", 0.5), train(steps)),
-        "whitened_50_trained": (factored("whitened", 0.5), train(steps)),
+        "plain_50_trained": (factored("plain", 0.5), trained),
+        "whitened_50_trained": (factored("whitened", 0.5), trained),
     }
 
 
@@ -112,6 +114,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="of those in `runs`")
     parser.add_argument("--steps", type=int, default=150, help="of what trains")
+    parser.add_argument(
+        "--learning-rate", type=float, default=3e-3, help="the largest, of what trains (0.003)"
+    )
     parser.add_argument("--batches", type=int, default=16, help="of held-out text")
     parser.add_argument("--workdir", default="runs/quickstart", help="of the trained run")
     parser.add_argument("--folder", default="runs/compare_recipes", help="of the new runs")
@@ -119,7 +124,7 @@ def main():
         "--speed", action="store_true", help="only how much faster the compressed runs generate"
     )
     args = parser.parse_args()
-    known = runs(args.steps, config.load_run(args.workdir).model)
+    known = runs(args.steps, args.learning_rate, config.load_run(args.workdir).model)
     if wrong := sorted(set(args.names) - set(known)):
         parser.error(f"{wrong[0]!r} is unknown: use some of {', '.join(known)}")
     rows = {}

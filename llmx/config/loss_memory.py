@@ -22,8 +22,9 @@ class Arrays:
 
     logits: tuple[int, int, int]  # of a chunk, in fp32
     gradients: tuple[int, int, int]  # of its logits, in the compute dtype
-    # Logits and gradients where chunks of the head are gathered ahead: a body has two turns then.
-    of_two_turns: tuple[int, int]
+    # Logits in fp32 and chunks of the head where these are gathered ahead, and a body has two
+    # turns: while the second begins, and while the first makes its gradient of the head.
+    of_two_turns: tuple[tuple[int, int], ...]
     rows: tuple[int, int, int]  # chunks of the head, gathered, in the compute dtype
     head: float  # bytes per number of a device's share of the head
     head_fp32: float  # the same where its gradient is in fp32
@@ -33,11 +34,11 @@ class Arrays:
 
 # With libtpu 0.0.42.1 and XLA of jax 0.10.2.
 TPU = Arrays(
-    logits=(1, 1, 1), gradients=(1, 1, 1), of_two_turns=(1, 1), rows=(1, 2, 2),
+    logits=(1, 1, 1), gradients=(1, 1, 1), of_two_turns=(), rows=(1, 2, 2),
     head=2.0, head_fp32=2.0, core_bytes=128 * 2**20, keeps_logits=True,
 )  # fmt: skip
 GPU = Arrays(
-    logits=(1, 3, 1), gradients=(1, 0, 1), of_two_turns=(2, 0), rows=(1, 4, 2),
+    logits=(1, 3, 1), gradients=(1, 0, 1), of_two_turns=((2, 2), (1, 4)), rows=(1, 4, 2),
     head=4.0, head_fp32=0.0, core_bytes=0, keeps_logits=False,
 )  # fmt: skip
 
@@ -49,8 +50,6 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     if kind == 1 and on_gpu and not gathers_ahead(run):
         kind = 2
     logits, gradients = arrays.logits[kind], arrays.gradients[kind]
-    if kind == 2 and on_gpu and gathers_ahead(run):
-        logits, gradients = arrays.of_two_turns
     policy = precision.policy_of(run.precision, run.reduce_dtype)
     compute = policy.compute.itemsize
     of_head = arrays.head_fp32 if policy.reduce.itemsize == FP32 else arrays.head
@@ -59,18 +58,22 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     tokens, rows, width = _tokens(run), _rows(run), run.model.width
     name = "embedding" if run.model.tied_head else "head"
     head = next(leaf for leaf in leaves(run.model) if leaf.name == name)
+    of_chunk, copied = FP32 * tokens * rows, arrays.rows[kind]
     of_logits = gradients * compute * tokens * rows
-    copied = arrays.rows[kind]
     split = any(vars(run.mesh)[axis] > 1 for axis in replica_axes(run, "parameters"))
     if on_gpu and kind == 0 and compute == policy.param.itemsize and not split:
         copied = 0  # the head itself is read
-    return (
-        logits * FP32 * tokens * rows
+    found = (
+        logits * of_chunk
         + (of_logits if of_logits > arrays.core_bytes else 0.0)
         + copied * compute * rows * width
-        + FP32 * tokens * width
-        + of_head * Held(run).numbers(head, "parameters")
     )
+    if kind == 2 and on_gpu and gathers_ahead(run):
+        found = max(
+            chunks * of_chunk + heads * compute * rows * width
+            for chunks, heads in arrays.of_two_turns
+        )
+    return found + FP32 * tokens * width + of_head * Held(run).numbers(head, "parameters")
 
 
 def kept_logits(run: Config, *, on_gpu: bool = False) -> float:

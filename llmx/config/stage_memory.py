@@ -116,9 +116,11 @@ def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) 
     working = max(working, of_loss)
     if on_gpu:
         working += per_stage * size * _copied(run)
-        if _joined(program) and not alone:
-            # XLA:GPU has a microbatch's saved activations twice then.
-            working += _kept(run, remat.inside(run.remat), chunks)
+        if _joined(program) and not alone and gathers_ahead(run):
+            # XLA:GPU begins the next body's ticks, and so has a microbatch's saved activations
+            # twice, and those that come from slots once more, in another layout.
+            from_slots = _saves_products(run) and not remat.keeps_input(run.remat)
+            working += (1 + from_slots) * _kept(run, remat.inside(run.remat), chunks)
         if size > 1:
             working += _of_fp32_gradients(held, size, per_stage)
     return working
@@ -133,6 +135,12 @@ def _of_fp32_gradients(held: Held, size: int, per_stage: int) -> float:
     copied = GRADIENT_BYTES * _of_layers(held, size * per_stage, "gradients")
     more = policy.reduce.itemsize - policy.compute.itemsize
     return copied + 2 * more * _of_layers(held, 1, "parameters", ("embed",), "/mlp/")
+
+
+def _saves_products(run: Config) -> bool:
+    """Whether a layer saves more than its input."""
+    policies = remat_costs.policies(run.model, remat.inside(run.remat))
+    return any(policy.saved is None or policy.saved for policy in policies)
 
 
 def _joined(program: Program) -> bool:

@@ -46,14 +46,16 @@ class Program:
     kv_heads: float  # [tokens, K H]
     weights: float  # gathered weights of a layer, and their gradients: of all its weights
     # Where few tokens leave little to compute, the next layer's weights come before this one is
-    # done: of [tokens, F] and of a layer's weights then, in place of `mlp` and `weights`.
+    # done: of [tokens, F] and of a layer's weights and gradients then, in place of `mlp` and
+    # `weights`.
     ahead: tuple[float, float]
     without_gathers: float  # times as many [tokens, F] where nothing waits for gathered weights
     bodies: bool  # layers of several kinds are computed at the same time
     # Copies that XLA makes before its loops, in another layout.
     copied: tuple[str, ...]  # endings of the names of parameters, in fp32
     head_copies: float  # of saved queries
-    # With several microbatches: more of the saved inputs of layers and of `copied`; of gradients.
+    # With several microbatches (`_keeps_copies`): more of the saved inputs of layers and of
+    # `copied`, where those are not fp32 too; of gradients.
     kept_copies: float
     gradient_copies: float
     gathered_head: float  # of the head's share all the time, in fp32
@@ -118,7 +120,10 @@ def of(
     common |= _gathered(sizes) | _rounded(sizes)
     if not on_gpu:
         common |= {"rounded embedding": _rounded_table(sizes, "embedding")}
-    common |= {"slices of weights": _slices(sizes, program)}
+    if on_gpu:
+        common |= {"a period of layers": _of_period(sizes, common["saved activations"])}
+    else:
+        common |= {"slices of weights": _slices(sizes)}
     if sizes.run.sync.strategy != "mean":
         common.pop("gradients", None)  # the program makes them where the exchange's old state was
     at_end = dict(common)
@@ -133,11 +138,11 @@ def of(
             "rounded head": _rounded_table(sizes, "head") if not on_gpu else 0.0,
             "a layer": max(_layer(one, program) for one in sizes.stacks),
             "a segment": _segment(sizes.stacks[-1]),
-            "gradient of the head": _tied_head(sizes) if on_gpu else 0.0,
+            "gradient of the head": _head_behind(sizes, on_gpu),
             "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
             "tables in another layout": _padded_tables(sizes, program) if not on_gpu else 0.0,
         },
-        UPDATE: {"updated parameters": _updated(sizes)} | _relaid(sizes, program),
+        UPDATE: {"updated parameters": _updated(sizes, on_gpu)} | _relaid(sizes, program),
     }  # fmt: skip
     whole = lambda parts: {name: math.ceil(of) for name, of in parts.items() if of}  # noqa: E731
     peaks = {name: whole(parts) for name, parts in peaks.items() if any(parts.values())}
@@ -162,8 +167,11 @@ def _saved(sizes: Sizes, program: Program) -> dict[str, float]:
     if program is GPU and run.batch.accumulation == 2 and gathers_ahead(run):
         # The loop is written out: the second microbatch begins before the first is done.
         copies = found["saved activations"]
-    elif run.batch.accumulation > 1 and sizes.mesh["sequence"] == 1:
-        copies += program.kept_copies * inputs
+    elif sizes.mesh["sequence"] == 1 and _keeps_copies(sizes) and _rounds(sizes):
+        # Not beside other saved arrays of the stream.
+        policies = remat_costs.policies(run.model, run.remat)
+        alone = not any(of.saved and remat.ATTENTION_OUT in of.saved for of in policies)
+        copies += program.kept_copies * inputs * alone
     return found | {"copies of activations": copies}
 
 
@@ -286,15 +294,15 @@ def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
             for leaf in leaves(sizes.run.model)
             if leaf.name.endswith((*program.copied, *experts.copied(sizes)))
         )
-        several = sizes.run.batch.accumulation > 1
-        found += copied * (1 + program.kept_copies * several)
-        found += program.gradient_copies * several * _gradients(sizes)["gradients"]
+        found += copied * (1 + program.kept_copies * (_keeps_copies(sizes) and _rounds(sizes)))
+        if _keeps_copies(sizes):
+            found += program.gradient_copies * _gradients(sizes)["gradients"]
     return {"copies of weights and gradients": found}
 
 
-def _slices(sizes: Sizes, program: Program) -> float:
-    """Layers' parameters that XLA copies for loops over some of the layers (`model.layers`): where
-    kinds repeat a period, those of all whole periods and of the rest, if there is one; and on TPUs
+def _slices(sizes: Sizes) -> float:
+    """Layers' parameters that XLA:TPU copies for loops over some of the layers (`model.layers`):
+    where kinds repeat a period, those of all whole periods and of the rest, if there is one; and
     those of the neighbours of one kind in a period."""
     model = sizes.run.model
     kinds = model.block_kinds
@@ -307,8 +315,35 @@ def _slices(sizes: Sizes, program: Program) -> float:
         if leaf.in_blocks
     ) / model.num_blocks  # fmt: skip
     series = [len(list(of)) for _, of in itertools.groupby(kinds[:period])]
-    sliced = max(series) if program is TPU and max(series) > 1 else 0
+    sliced = max(series) if max(series) > 1 else 0
     return of_layer * (sliced + (model.num_blocks if len(kinds) % period else 0))
+
+
+def _of_period(sizes: Sizes, saved_bytes: float) -> float:
+    """On GPUs, where kinds of layers repeat a period: what a period saved, read from all layers',
+    and the gradients of its weights, before and behind the loops over them."""
+    if (num := _periods(sizes)) == 1:
+        return 0.0
+    return (saved_bytes + 2 * _gradients_of_layers(sizes)) / num
+
+
+def _periods(sizes: Sizes) -> float:
+    """How many periods of several kinds of layers there are, with a part of one behind the last; 1
+    where there is no loop over them."""
+    model = sizes.run.model
+    period = remat.period_of(model.block_kinds)
+    return 1.0 if period == 1 or model.num_blocks < 2 * period else model.num_blocks / period
+
+
+def _keeps_copies(sizes: Sizes) -> bool:
+    """Whether XLA:GPU copies more for a loop over microbatches: not around those of turns, which
+    come with `tensor`."""
+    return sizes.run.batch.accumulation > 1 and sizes.mesh["tensor"] == 1
+
+
+def _rounds(sizes: Sizes) -> bool:
+    """Whether the model computes in another type than that of the parameters."""
+    return sizes.compute_bytes != sizes.param_bytes
 
 
 def _gathered(sizes: Sizes) -> dict[str, float]:
@@ -346,12 +381,14 @@ def _rounded_table(sizes: Sizes, name: str) -> float:
 
 
 def _bodies(model: ModelConfig) -> int:
-    """How often the program has a layer: neighbours of one kind are a loop, in a period and behind
-    the last whole one."""
+    """How many layers XLA:GPU has at a time. Neighbours of one kind are a loop, in a period and
+    behind the last whole one; of the loops behind one another one runs, while those of one or two
+    turns are written out, and begin before the others are done."""
     kinds, period = model.layer_kinds, remat.period_of(model.layer_kinds)
     rest = len(kinds) % period
     parts = [kinds[:period], kinds[len(kinds) - rest :]] if rest else [kinds[:period]]
-    return sum(len(list(itertools.groupby(part))) for part in parts)
+    turns = [len(list(of)) for part in parts for _, of in itertools.groupby(part)]
+    return sum(num <= 2 for num in turns) + any(num > 2 for num in turns)
 
 
 def _layer(sizes: Sizes, program: Program) -> float:
@@ -362,8 +399,10 @@ def _layer(sizes: Sizes, program: Program) -> float:
     mlp, weights = program.mlp * (1.0 if gathers else program.without_gathers), 0.0
     if gathers:
         of_mlp = sizes.compute_bytes * sizes.tokens * mlp_dim / tensor
+        # Weights once; the rest are their gradients, in the reduce dtype.
+        of_gradients = max(0.0, program.ahead[1] - 1.0) * sizes.reduce_bytes / sizes.compute_bytes
         mlp, weights = max(
-            ((program.mlp, program.weights), program.ahead),
+            ((program.mlp, program.weights), (program.ahead[0], 1.0 + of_gradients)),
             key=lambda counts: counts[0] * of_mlp + counts[1] * _layer_bytes(sizes),
         )
     normed = program.normed_heads if model.qk_norm else 0.0
@@ -391,20 +430,39 @@ def _layer_bytes(sizes: Sizes) -> float:
     return sizes.compute_bytes * numbers / sizes.run.model.num_layers
 
 
-def _updated(sizes: Sizes) -> float:
-    """New parameters beside the old ones, where they are gathered after the update."""
+def _updated(sizes: Sizes, on_gpu: bool) -> float:
+    """New parameters beside the old ones, where they are gathered after the update. A head whose
+    gradient XLA:TPU keeps whole is updated before the others, and in its place."""
+    in_place = sizes.head.name if not on_gpu and _keeps_whole_head(sizes) else None
     return sum(
         sizes.param_bytes * sizes.local(leaf, "parameters")
         for leaf in leaves(sizes.run.model)
-        if sizes.local(leaf, "parameters") > sizes.local(leaf, "optimizer")
+        if leaf.name != in_place
+        and sizes.local(leaf, "parameters") > sizes.local(leaf, "optimizer")
     )
+
+
+def _head_behind(sizes: Sizes, on_gpu: bool) -> float:
+    """What the head's gradient takes more while layers are differentiated."""
+    if on_gpu:
+        return _tied_head(sizes)
+    return _whole_head(sizes) if _keeps_whole_head(sizes) else 0.0
 
 
 def _whole_head(sizes: Sizes) -> float:
     """A chunk's gradient, which is whole on each device where that keeps no whole lanes of it."""
     if not traffic.cuts_lanes(sizes, sizes.size(sizes.axes_of("embed", "gradients"))):
         return 0.0
-    return FP32 * sizes.whole(sizes.head) / utilization.loss_chunks(sizes.run)
+    chunks = 1 if _keeps_whole_head(sizes) else utilization.loss_chunks(sizes.run)
+    return FP32 * sizes.whole(sizes.head) / chunks
+
+
+def _keeps_whole_head(sizes: Sizes) -> bool:
+    """Whether XLA:TPU sums the head's gradient once, behind the loop over chunks, and keeps that of
+    all until then: where a device has the whole head, and no whole lanes of its gradient."""
+    ways = sizes.size(sizes.axes_of("embed", "gradients"))
+    whole, chunks = not sizes.axes_of("embed", "parameters"), utilization.loss_chunks(sizes.run)
+    return chunks > 1 and whole and traffic.cuts_lanes(sizes, ways)
 
 
 def _tied_head(sizes: Sizes) -> float:
@@ -466,6 +524,6 @@ def _of_stages(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> Memory:
     rest = {name: num for name, num in parts.items() if num and name not in _STATE}
     rest |= {name: math.ceil(num) for name, num in _rounded(sizes).items()}
     peaks = {BACKWARD: rest}
-    if updated := math.ceil(_updated(sizes)):
+    if updated := math.ceil(_updated(sizes, on_gpu)):
         peaks[UPDATE] = {"updated parameters": updated}
     return Memory(held, peaks, math.ceil(sum(state(sizes, on_host=True).values())))

@@ -175,14 +175,16 @@ def of(
     if passes.weight:
         weight = passes.backward + deferred * (passes.weight - passes.backward)
         passes = dataclasses.replace(passes, weight=weight)
-    if on_gpu and gathers_ahead(sizes.run):
+    peeled = on_gpu and gathers_ahead(sizes.run)
+    if peeled:
         passes = dataclasses.replace(
             passes, sends=passes.sends - passes.unread, lookups=passes.lookups - passes.idle
         )
     found = [
         *_weights(sizes, passes, turns, on_gpu), *_lookups(sizes, passes),
         *over_tensor(sizes, passes), *_replicated_heads(sizes, passes),
-        *over_sequence(sizes, passes), *_stages(sizes, passes), *_over_expert(sizes, passes),
+        *over_sequence(sizes, passes, peeled=peeled), *_stages(sizes, passes),
+        *_over_expert(sizes, passes),
     ]  # fmt: skip
     if exchanges:
         found = [part for one in found for part in _exchanged(sizes, one)]
@@ -336,7 +338,10 @@ def _of_layers(sizes: Sizes, passes: Passes, leaf: Leaf, turns: int) -> Iterator
         sizes.reduce_bytes * numbers, (passes.weight or passes.backward) * layers * turns * times,
         leaf.name,
     )  # fmt: skip
-    yield _added_up(sizes, passes, leaf)
+    total = _added_up(sizes, passes, leaf)
+    # Where nothing is scattered, pairs of turns are added up first: as compiled with four.
+    apart = 1 if sizes.splitting(leaf, "gradients") else math.ceil(turns / 2)
+    yield dataclasses.replace(total, count=total.count * apart)
 
 
 def _layers_again(run: Config) -> int:
@@ -346,18 +351,30 @@ def _layers_again(run: Config) -> int:
         return chunk
     chunks = utilization.chunks_of(run)
     segments = remat_costs.segments(run.model, run.remat, chunks)
-    return sum(end - first for first, end in segments if first < chunk)
+    return sum(
+        end - first - _ends_alone(run, first, end) for first, end in segments if first < chunk
+    )
 
 
-def _again_in_segments(run: Config, layers: int) -> list[int]:
-    """Whether each layer of a pass runs its attention once more with its segment: all do whose
-    results another layer of it takes."""
+def _ends_alone(run: Config, first: int, end: int) -> bool:
+    """Whether the last layer of a segment is in no loop: it is of another kind than those before it
+    in the one period of the segment. Nothing takes its result, so it is not run again."""
+    kinds = run.model.layer_kinds
+    one_period = end - first <= remat.period_of(kinds)
+    return run.mesh.stage == 1 and one_period and kinds[end - 1] != kinds[end - 2]
+
+
+def _again_in_segments(run: Config, layers: int, peeled: bool) -> list[int]:
+    """Whether each layer of a pass runs its attention once more with its segment. Nothing takes the
+    result of a segment's last layer, but XLA leaves it out only where it is not in the loop over
+    layers (`peeled`, `_ends_alone`)."""
     segments = remat_costs.segments(run.model, run.remat, utilization.chunks_of(run))
     if remat.keeps_input(run.remat):
         segments = [(0, layers)]
     found = [0] * layers
     for first, end in segments:
-        for layer in range(first, min(end - 1, layers)):
+        left_out = peeled or _ends_alone(run, first, end)
+        for layer in range(first, min(end - left_out, layers)):
             found[layer] = 1
     return found
 
@@ -479,8 +496,9 @@ def _replicated_heads(sizes: Sizes, passes: Passes) -> Iterator[Message]:
     )  # fmt: skip
 
 
-def over_sequence(sizes: Sizes, passes: Passes) -> Iterator[Message]:
-    """Heads that neighbours exchange, keys and values that travel around a ring."""
+def over_sequence(sizes: Sizes, passes: Passes, *, peeled: bool = False) -> Iterator[Message]:
+    """Heads that neighbours exchange, keys and values that travel around a ring. `peeled`: the last
+    turn of the loop over layers is not in it."""
     run, model, over = sizes.run, sizes.run.model, ("sequence",)
     if sizes.mesh["sequence"] == 1:
         return
@@ -488,7 +506,7 @@ def over_sequence(sizes: Sizes, passes: Passes) -> Iterator[Message]:
     policies = remat_costs.policies(model, remat.inside(run.remat))[: passes.layers]
     of_head = sizes.compute_bytes * sizes.tokens * (model.head_dim + model.value_width) / 2
     keys = model.num_kv_heads / sizes.size(sizes.axes_of("kv_heads", "activations"))
-    again_in_segments = _again_in_segments(run, passes.layers)
+    again_in_segments = _again_in_segments(run, passes.layers, peeled)
     for layer, (kind, policy) in enumerate(zip(model.layer_kinds, policies, strict=False)):
         recomputed = policy.saved is not None
         of_segment = again_in_segments[layer]
