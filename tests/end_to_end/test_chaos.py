@@ -10,6 +10,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 KINDS = ("kill", "flip", "term_all")
 
 
+@pytest.mark.full_grid  # each fault has a test of its own
 @pytest.mark.slow
 def test_a_handful_of_faults(tmp_path):
     done = subprocess.run(

@@ -159,6 +159,7 @@ def ended(process):
     return process.returncode, said
 
 
+@pytest.mark.full_grid  # two processes do, above
 def test_a_killed_run_continues_from_the_store_with_the_same_losses(tmp_path, environment):
     import s3fs
 
@@ -198,6 +199,7 @@ def test_a_killed_run_continues_from_the_store_with_the_same_losses(tmp_path, en
     assert shown.returncode == 0 and f"{STEPS}" in shown.stdout, shown.stderr
 
 
+@pytest.mark.full_grid  # checkpoint/test_copies.py starts one
 def test_a_run_starts_from_a_store_as_from_local_folders(tmp_path, environment):
     """A work directory, one checkpoint of it, and its export to Hugging Face."""
     import s3fs

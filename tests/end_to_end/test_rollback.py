@@ -95,6 +95,7 @@ def test_a_run_goes_back_by_itself(rolled_back):
     assert [(r["step"], r["skipped"]) for r in records if r["kind"] == "rollback"] == [(10, 5.0)]
 
 
+@pytest.mark.full_grid  # each of both is tested
 def test_killed_after_the_rollback(scratch, rolled_back):
     """The same command goes on with it, bit for bit."""
     process = start(scratch, scratch / "killed", "--config.rollback.at_most=2")

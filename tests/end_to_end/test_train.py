@@ -262,6 +262,7 @@ def test_other_data_or_model_is_refused(scratch, undisturbed):
     assert (workdir / "checkpoints" / "12").exists()
 
 
+@pytest.mark.full_grid  # checkpoint/test_reshard.py starts runs
 def test_start_with_another_runs_parameters(scratch, undisturbed):
     """A new run with start_from begins at the loss where the other ended, at step 0."""
     done = train(scratch, scratch / "tuned", f"--config.start_from={undisturbed[0]}",
@@ -464,6 +465,7 @@ def three_layers(scratch):
     return losses(scratch / "three")
 
 
+@pytest.mark.full_grid  # checkpoint/test_reshard.py goes on elsewhere
 @pytest.mark.slow
 def test_a_run_on_stages_goes_on_without_and_back(scratch, three_layers):
     """On two processes, the same losses wherever it goes on; evaluated and sampled from on one."""
