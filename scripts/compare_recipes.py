@@ -68,12 +68,12 @@ def runs(steps: int, rate: float, model: ModelConfig) -> dict[str, tuple]:
 
     return {
         "dense": (trained,),
-        "pruned_50": pruned("magnitude", 0.5),
-        "pruned_50_by_layer": pruned("magnitude", 0.5, scope="layer"),
+        "pruned_50": pruned("magnitude", 0.25),
+        "pruned_50_by_layer": pruned("magnitude", 0.25, scope="layer"),
         "pruned_80": pruned("magnitude", 0.5, sparsity=0.8),
         "two_of_four": pruned("n_m", 0.25),
         "movement_50": pruned("movement", 0.5),
-        "shrunk_30": (shrunk(model, 0.7), trained),
+        "shrunk_30": (shrunk(model, 0.68), trained),
         "magnitude": one_shot(method="magnitude"),
         "wanda": one_shot(method="wanda"),
         "sparse_gpt": one_shot(method="sparse_gpt"),

@@ -276,7 +276,7 @@ def _weights(sizes: Sizes, passes: Passes, turns: int, on_gpu: bool) -> Iterator
         if not leaf.is_matrix:
             yield from _of_vector(sizes, passes, leaf)
         elif leaf.of_layers:
-            yield from _of_layers(sizes, passes, leaf, own_sums)
+            yield from _of_layers(sizes, passes, leaf, own_sums, on_gpu)
         elif leaf == sizes.head:
             yield from _of_head(sizes, passes, leaf, on_gpu)
         else:
@@ -316,7 +316,9 @@ def _added_up(sizes: Sizes, passes: Passes, leaf: Leaf) -> Message:
     return _message(sizes, "gradients", "all-reduce", over, num_bytes, passes.steps, leaf.name)
 
 
-def _of_layers(sizes: Sizes, passes: Passes, leaf: Leaf, turns: int) -> Iterator[Message]:
+def _of_layers(
+    sizes: Sizes, passes: Passes, leaf: Leaf, turns: int, on_gpu: bool
+) -> Iterator[Message]:
     run, layers = sizes.run, passes.blocks if leaf.in_blocks else passes.first
     of_one = sizes.mesh["stage"] if leaf.in_blocks else 1
     numbers = sizes.whole(leaf) * of_one / leaf.shape[0]  # of a layer
@@ -339,9 +341,10 @@ def _of_layers(sizes: Sizes, passes: Passes, leaf: Leaf, turns: int) -> Iterator
         leaf.name,
     )  # fmt: skip
     total = _added_up(sizes, passes, leaf)
-    # Where nothing is scattered, pairs of turns are added up first: as compiled with four.
-    apart = 1 if sizes.splitting(leaf, "gradients") else math.ceil(turns / 2)
-    yield dataclasses.replace(total, count=total.count * apart)
+    if on_gpu and not sizes.splitting(leaf, "gradients"):
+        # Pairs of turns are added up first: as compiled with four.
+        total = dataclasses.replace(total, count=total.count * math.ceil(turns / 2))
+    yield total
 
 
 def _layers_again(run: Config) -> int:
