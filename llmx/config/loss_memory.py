@@ -4,8 +4,8 @@ The loss goes through the vocabulary in chunks (`llmx.model.losses`). In the bac
 logits are there in fp32, and beside them their gradient in the compute dtype, which two products
 read. XLA:TPU has that in the core's own memory where it fits. One chunk's logits are kept from the
 forward pass. XLA:GPU writes out a loop of two turns and begins the second before the first is done,
-if it gathers chunks of the head ahead. Its sums of the head's gradient over chunks are in fp32:
-the gradient itself where that is.
+if it gathers chunks of the head ahead; of more turns it has two in a body then. Its sums of the
+head's gradient over chunks are in fp32: the gradient itself where that is.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ class Arrays:
 
     logits: tuple[int, int, int]  # of a chunk, in fp32
     gradients: tuple[int, int, int]  # of its logits, in the compute dtype
-    # Logits in fp32 and chunks of the head where these are gathered ahead, and a body has two
-    # turns: while the second begins, and while the first makes its gradient of the head.
-    of_two_turns: tuple[tuple[int, int], ...]
+    # With more than two chunks that are gathered ahead a body has two turns: logits in fp32 and
+    # chunks of the head while the second begins, and while the first makes the head's gradient.
+    double_buffered: tuple[tuple[int, int], ...]
     rows: tuple[int, int, int]  # chunks of the head, gathered, in the compute dtype
     head: float  # bytes per number of a device's share of the head
     head_fp32: float  # the same where its gradient is in fp32
@@ -34,11 +34,11 @@ class Arrays:
 
 # With libtpu 0.0.42.1 and XLA of jax 0.10.2.
 TPU = Arrays(
-    logits=(1, 1, 1), gradients=(1, 1, 1), of_two_turns=(), rows=(1, 2, 2),
+    logits=(1, 1, 1), gradients=(1, 1, 1), double_buffered=(), rows=(1, 2, 2),
     head=2.0, head_fp32=2.0, core_bytes=128 * 2**20, keeps_logits=True,
 )  # fmt: skip
 GPU = Arrays(
-    logits=(1, 3, 1), gradients=(1, 0, 1), of_two_turns=((2, 2), (1, 4)), rows=(1, 4, 2),
+    logits=(1, 3, 1), gradients=(1, 0, 1), double_buffered=((2, 2), (1, 4)), rows=(1, 4, 2),
     head=4.0, head_fp32=0.0, core_bytes=0, keeps_logits=False,
 )  # fmt: skip
 
@@ -63,16 +63,14 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     split = any(vars(run.mesh)[axis] > 1 for axis in replica_axes(run, "parameters"))
     if on_gpu and kind == 0 and compute == policy.param.itemsize and not split:
         copied = 0  # the head itself is read
-    found = (
-        logits * of_chunk
-        + (of_logits if of_logits > arrays.core_bytes else 0.0)
-        + copied * compute * rows * width
-    )
     if kind == 2 and on_gpu and gathers_ahead(run):
         found = max(
             chunks * of_chunk + heads * compute * rows * width
-            for chunks, heads in arrays.of_two_turns
+            for chunks, heads in arrays.double_buffered
         )
+    else:
+        found = logits * of_chunk + copied * compute * rows * width
+        found += of_logits if of_logits > arrays.core_bytes else 0.0
     return found + FP32 * tokens * width + of_head * Held(run).numbers(head, "parameters")
 
 

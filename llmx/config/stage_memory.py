@@ -119,7 +119,7 @@ def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) 
         if _joined(program) and not alone and gathers_ahead(run):
             # XLA:GPU begins the next body's ticks, and so has a microbatch's saved activations
             # twice, and those that come from slots once more, in another layout.
-            from_slots = _saves_products(run) and not remat.keeps_input(run.remat)
+            from_slots = _saves_products(run, chunks) and not remat.keeps_input(run.remat)
             working += (1 + from_slots) * _kept(run, remat.inside(run.remat), chunks)
         if size > 1:
             working += _of_fp32_gradients(held, size, per_stage)
@@ -137,10 +137,15 @@ def _of_fp32_gradients(held: Held, size: int, per_stage: int) -> float:
     return copied + 2 * more * _of_layers(held, 1, "parameters", ("embed",), "/mlp/")
 
 
-def _saves_products(run: Config) -> bool:
-    """Whether a layer saves more than its input."""
-    policies = remat_costs.policies(run.model, remat.inside(run.remat))
-    return any(policy.saved is None or policy.saved for policy in policies)
+def _saves_products(run: Config, chunks: tuple[int, ...]) -> bool:
+    """Whether a layer that is in no segment saves more than its input."""
+    text = remat.inside(run.remat)
+    segments = remat_costs.segments(run.model, text, chunks)
+    in_segments = {layer for first, end in segments for layer in range(first, end)}
+    return any(
+        (policy.saved is None or policy.saved) and layer not in in_segments
+        for layer, policy in enumerate(remat_costs.policies(run.model, text, chunks))
+    )
 
 
 def _joined(program: Program) -> bool:

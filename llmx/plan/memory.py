@@ -19,7 +19,7 @@ import dataclasses
 import itertools
 import math
 
-from llmx.config import loss_memory, stage_memory, state_memory, utilization
+from llmx.config import Config, loss_memory, stage_memory, state_memory, utilization
 from llmx.config.axes import gathers_ahead
 from llmx.config.state_memory import leaves
 from llmx.model import quantization, remat, remat_costs
@@ -54,8 +54,8 @@ class Program:
     # Copies that XLA makes before its loops, in another layout.
     copied: tuple[str, ...]  # endings of the names of parameters, in fp32
     head_copies: float  # of saved queries
-    # With several microbatches (`_keeps_copies`): more of the saved inputs of layers and of
-    # `copied`, where those are not fp32 too; of gradients.
+    # With several microbatches (`_copies_for_microbatches`): more of the saved inputs of layers and
+    # of `copied`, where weights are cast to be multiplied; of gradients.
     kept_copies: float
     gradient_copies: float
     gathered_head: float  # of the head's share all the time, in fp32
@@ -132,7 +132,7 @@ def of(
     peaks = {
         END_OF_FORWARD: at_end | _before_the_head(sizes, common, program) | {
             "loss": max(loss_memory.of(sizes.run, on_gpu=on_gpu), _whole_heads(sizes, program)),
-            "gradient of the head": _whole_head(sizes) if not (on_gpu or exchanges) else 0.0,
+            "gradient of the head": 0.0 if on_gpu else _whole_head(sizes, exchanges),
         },
         BACKWARD: common | {
             "rounded head": _rounded_table(sizes, "head") if not on_gpu else 0.0,
@@ -162,17 +162,31 @@ def state(sizes: Sizes, *, on_host: bool = False) -> dict[str, float]:
 def _saved(sizes: Sizes, program: Program) -> dict[str, float]:
     """What layers save for the backward pass, of one microbatch, and copies of it."""
     found, run = saved(sizes, program), sizes.run
-    inputs = run.model.num_layers * _input_bytes(sizes)
     copies = program.head_copies * _queries(sizes)
     if program is GPU and run.batch.accumulation == 2 and gathers_ahead(run):
         # The loop is written out: the second microbatch begins before the first is done.
         copies = found["saved activations"]
-    elif sizes.mesh["sequence"] == 1 and _keeps_copies(sizes) and _rounds(sizes):
-        # Not beside other saved arrays of the stream.
-        policies = remat_costs.policies(run.model, run.remat)
-        alone = not any(of.saved and remat.ATTENTION_OUT in of.saved for of in policies)
-        copies += program.kept_copies * inputs * alone
+    elif sizes.mesh["sequence"] == 1 and _copies_for_microbatches(sizes) and _casts(sizes):
+        copies += program.kept_copies * _inputs_alone(sizes.run) * _input_bytes(sizes)
     return found | {"copies of activations": copies}
+
+
+# Arrays [tokens, D] that a layer may save beside its input.
+_OF_STREAM = {remat.ATTENTION_NORM, remat.ATTENTION_OUT, remat.MLP_NORM, remat.MLP_OUT}
+
+
+def _inputs_alone(run: Config) -> int:
+    """How many inputs of layers and of segments are saved, and no other array of the stream beside
+    them: as compiled with and without the output of attention."""
+    policies = remat_costs.policies(run.model, run.remat)
+    segments = remat_costs.segments(run.model, run.remat)
+    in_segments = {layer for first, end in segments for layer in range(first, end)}
+    of_layers = sum(
+        of.saved is not None and not of.saved & _OF_STREAM
+        for layer, of in enumerate(policies)
+        if layer not in in_segments
+    )
+    return run.model.repeats * (of_layers + len(segments))
 
 
 def saved(sizes: Sizes, program: Program) -> dict[str, float]:
@@ -294,8 +308,10 @@ def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
             for leaf in leaves(sizes.run.model)
             if leaf.name.endswith((*program.copied, *experts.copied(sizes)))
         )
-        found += copied * (1 + program.kept_copies * (_keeps_copies(sizes) and _rounds(sizes)))
-        if _keeps_copies(sizes):
+        found += copied * (
+            1 + program.kept_copies * (_copies_for_microbatches(sizes) and _casts(sizes))
+        )
+        if _copies_for_microbatches(sizes):
             found += program.gradient_copies * _gradients(sizes)["gradients"]
     return {"copies of weights and gradients": found}
 
@@ -335,13 +351,13 @@ def _periods(sizes: Sizes) -> float:
     return 1.0 if period == 1 or model.num_blocks < 2 * period else model.num_blocks / period
 
 
-def _keeps_copies(sizes: Sizes) -> bool:
-    """Whether XLA:GPU copies more for a loop over microbatches: not around those of turns, which
-    come with `tensor`."""
+def _copies_for_microbatches(sizes: Sizes) -> bool:
+    """Whether XLA:GPU copies more for a loop over microbatches: not where tokens are split over
+    `tensor`, as compiled with turns and without."""
     return sizes.run.batch.accumulation > 1 and sizes.mesh["tensor"] == 1
 
 
-def _rounds(sizes: Sizes) -> bool:
+def _casts(sizes: Sizes) -> bool:
     """Whether the model computes in another type than that of the parameters."""
     return sizes.compute_bytes != sizes.param_bytes
 
@@ -446,15 +462,17 @@ def _head_behind(sizes: Sizes, on_gpu: bool) -> float:
     """What the head's gradient takes more while layers are differentiated."""
     if on_gpu:
         return _tied_head(sizes)
-    return _whole_head(sizes) if _keeps_whole_head(sizes) else 0.0
+    return FP32 * sizes.whole(sizes.head) if _keeps_whole_head(sizes) else 0.0
 
 
-def _whole_head(sizes: Sizes) -> float:
-    """A chunk's gradient, which is whole on each device where that keeps no whole lanes of it."""
-    if not traffic.cuts_lanes(sizes, sizes.size(sizes.axes_of("embed", "gradients"))):
-        return 0.0
-    chunks = 1 if _keeps_whole_head(sizes) else utilization.loss_chunks(sizes.run)
-    return FP32 * sizes.whole(sizes.head) / chunks
+def _whole_head(sizes: Sizes, exchanges: bool) -> float:
+    """The head's gradient in the loss, where it is whole on each device, as that keeps no whole
+    lanes of it: of a chunk, or of all (`_keeps_whole_head`). Exchanges send a chunk's in parts."""
+    if _keeps_whole_head(sizes):
+        return FP32 * sizes.whole(sizes.head)
+    cut = traffic.cuts_lanes(sizes, sizes.size(sizes.axes_of("embed", "gradients")))
+    chunks = utilization.loss_chunks(sizes.run)
+    return FP32 * sizes.whole(sizes.head) / chunks if cut and not exchanges else 0.0
 
 
 def _keeps_whole_head(sizes: Sizes) -> bool:
@@ -462,7 +480,8 @@ def _keeps_whole_head(sizes: Sizes) -> bool:
     all until then: where a device has the whole head, and no whole lanes of its gradient."""
     ways = sizes.size(sizes.axes_of("embed", "gradients"))
     whole, chunks = not sizes.axes_of("embed", "parameters"), utilization.loss_chunks(sizes.run)
-    return chunks > 1 and whole and traffic.cuts_lanes(sizes, ways)
+    in_loop = chunks > 1 and sizes.mesh["stage"] == 1
+    return in_loop and whole and traffic.cuts_lanes(sizes, ways)
 
 
 def _tied_head(sizes: Sizes) -> float:

@@ -92,7 +92,6 @@ class Moved:
     sums: float  # of gradient buffers, with accumulation
     attention_backward: float  # FLOPs of attention's backward pass, as a multiple of the forward's
     least: float = 0.0  # seconds that an operator takes at least, of which `start` knows nothing
-    lanes: int = 1  # attention pads the size of a head to a multiple of it
     blocks: bool = False  # attention computes whole blocks of scores (`attention.blockwise`)
     copies: float = 0.0  # of all layers' moments, in each turn of the update's loop over layers
     fresh: bool = False  # what a step holds is new memory
@@ -113,7 +112,6 @@ TPU = Moved(
     logits=11.0, lookups=0.0, tied=0.0, cuts=0.0, norms=0.0,
     update=7.0, sums=3.0, attention_backward=2.5,
     least=1.24e-6,  # XLA's cycles of the smallest operators, on v5e and v5p
-    lanes=splash.LANES,
 )  # fmt: skip
 
 CPU = Moved(
@@ -301,7 +299,10 @@ def _attention(device: _Device) -> Iterator[Operator]:
     model, run = sizes.run.model, sizes.run
     scores = costs.scores_by_block(model, run.batch.sequence_length, True)
     flops = sum(scores) / len(scores) / model.repeats * sizes.tokens / sizes.mesh["tensor"]
-    flops *= -(-model.head_dim // moved.lanes) * moved.lanes / model.head_dim
+    if _by_splash(device):
+        whole = lambda size: -(-size // splash.LANES) * splash.LANES  # noqa: E731
+        H, V = model.head_dim, model.value_width
+        flops *= (whole(H) + whole(V)) / (H + V)
     dtype = device.dtype(sizes.policy.compute.name)
     again = device.again.get(remat.ATTENTION, 0.0) + device.whole_again
     arrays = sizes.compute_bytes * sizes.tokens * model.head_dim / sizes.mesh["tensor"]
@@ -319,6 +320,13 @@ def _attention(device: _Device) -> Iterator[Operator]:
         yield Operator(
             name, ATTENTION, moment, time, count, times * flops, arrays * (times > 1) + arrays
         )
+
+
+def _by_splash(device: _Device) -> bool:
+    """Whether the kernel is that of TPUs, which fills heads up to whole lanes."""
+    run = device.sizes.run
+    takes = run.batch.sequence_length % splash.LANES == 0
+    return device.moved is TPU and takes and run.attention.implementation in ("auto", "splash")
 
 
 def _by_cudnn(device: _Device) -> bool:

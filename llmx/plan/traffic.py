@@ -341,8 +341,9 @@ def _of_layers(
         leaf.name,
     )  # fmt: skip
     total = _added_up(sizes, passes, leaf)
-    if on_gpu and not sizes.splitting(leaf, "gradients"):
-        # Pairs of turns are added up first: as compiled with four.
+    if on_gpu and run.batch.accumulation == 1 and not sizes.splitting(leaf, "gradients"):
+        # Pairs of turns are added up first: as compiled with four. Of several microbatches the sum
+        # is behind the loop over them.
         total = dataclasses.replace(total, count=total.count * math.ceil(turns / 2))
     yield total
 
@@ -360,11 +361,13 @@ def _layers_again(run: Config) -> int:
 
 
 def _ends_alone(run: Config, first: int, end: int) -> bool:
-    """Whether the last layer of a segment is in no loop: it is of another kind than those before it
-    in the one period of the segment. Nothing takes its result, so it is not run again."""
+    """Whether the last layer of a segment is in no loop: it is alone, or of another kind than those
+    before it in the one period of the segment. Nothing takes its result, so it is not run again.
+    (Its FLOPs are counted all the same, with those of its segment.)"""
     kinds = run.model.layer_kinds
     one_period = end - first <= remat.period_of(kinds)
-    return run.mesh.stage == 1 and one_period and kinds[end - 1] != kinds[end - 2]
+    alone = end - first == 1 or kinds[end - 1] != kinds[end - 2]
+    return run.mesh.stage == 1 and one_period and alone
 
 
 def _again_in_segments(run: Config, layers: int, peeled: bool) -> list[int]:
