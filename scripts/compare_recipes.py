@@ -51,13 +51,16 @@ def shrunk(model: ModelConfig, share: float) -> tuple:
     return "shrink", dict(num_layers=layers, mlp_dim=int(columns) // 16 * 16)
 
 
-def runs(steps: int, rate: float, model: ModelConfig) -> dict[str, tuple]:
+def runs(steps: int, rate: float, model: ModelConfig, folder: str) -> dict[str, tuple]:
     """By name: the stages. Without a stage that trains a row shows what the method alone does.
-    `rate`: the largest learning rate of those that do."""
+    `rate`: the largest learning rate of those that do; `folder`: of the rows, of which "dense" is
+    the teacher of others."""
     trained = train(steps, rate)
 
-    def pruned(method: str, until: float, **options) -> tuple:
-        options = {f"pruning__{key}": value for key, value in options.items()}
+    taught = {"distillation__teacher": os.path.join(folder, "dense", "stages", "1_train.run")}
+
+    def pruned(method: str, until: float, more: dict | None = None, **options) -> tuple:
+        options = {f"pruning__{key}": value for key, value in options.items()} | (more or {})
         end = round(until * steps)
         return (
             train(
@@ -70,6 +73,8 @@ def runs(steps: int, rate: float, model: ModelConfig) -> dict[str, tuple]:
         "dense": (trained,),
         "pruned_50": pruned("magnitude", 0.25),
         "pruned_50_by_layer": pruned("magnitude", 0.25, scope="layer"),
+        "pruned_50_taught": pruned("magnitude", 0.25, taught, scope="layer"),
+        "shrunk_30_taught": (shrunk(model, 0.68), train(steps, rate, **taught)),
         "pruned_80": pruned("magnitude", 0.5, sparsity=0.8),
         "two_of_four": pruned("n_m", 0.25),
         "movement_50": pruned("movement", 0.5),
@@ -124,7 +129,8 @@ def main():
         "--speed", action="store_true", help="only how much faster the compressed runs generate"
     )
     args = parser.parse_args()
-    known = runs(args.steps, args.learning_rate, config.load_run(args.workdir).model)
+    model = config.load_run(args.workdir).model
+    known = runs(args.steps, args.learning_rate, model, args.folder)
     if wrong := sorted(set(args.names) - set(known)):
         parser.error(f"{wrong[0]!r} is unknown: use some of {', '.join(known)}")
     rows = {}
