@@ -139,13 +139,8 @@ def _of_fp32_gradients(held: Held, size: int, per_stage: int) -> float:
 
 def _saves_products(run: Config, chunks: tuple[int, ...]) -> bool:
     """Whether a layer that is in no segment saves more than its input."""
-    text = remat.inside(run.remat)
-    segments = remat_costs.segments(run.model, text, chunks)
-    in_segments = {layer for first, end in segments for layer in range(first, end)}
-    return any(
-        (policy.saved is None or policy.saved) and layer not in in_segments
-        for layer, policy in enumerate(remat_costs.policies(run.model, text, chunks))
-    )
+    apart = remat_costs.policies_apart(run.model, remat.inside(run.remat), chunks)
+    return any(policy.saved is None or policy.saved for policy in apart)
 
 
 def _joined(program: Program) -> bool:

@@ -69,6 +69,13 @@ def segments(model: ModelConfig, text: str, chunks: Sequence[int] = ()) -> list[
     return list(_segments(tuple(model.layer_kinds), text, tuple(chunks)))
 
 
+def policies_apart(model: ModelConfig, text: str, chunks: Sequence[int] = ()) -> list[Policy]:
+    """Those of `policies` whose layers are in no segment: what these save is kept from the forward
+    pass."""
+    inside = {n for first, end in segments(model, text, chunks) for n in range(first, end)}
+    return [of for n, of in enumerate(policies(model, text, chunks)) if n not in inside]
+
+
 @functools.lru_cache(maxsize=1024)
 def _segments(
     kinds: tuple[str, ...], text: str, chunks: tuple[int, ...]

@@ -46,9 +46,9 @@ class Program:
     kv_heads: float  # [tokens, K H]
     weights: float  # gathered weights of a layer, and their gradients: of all its weights
     # Where few tokens leave little to compute, the next layer's weights come before this one is
-    # done: of [tokens, F] and of a layer's weights and gradients then, in place of `mlp` and
-    # `weights`.
-    ahead: tuple[float, float]
+    # done: of [tokens, F], of a layer's weights and of their gradients, in the reduce dtype, then,
+    # in place of `mlp` and `weights`.
+    ahead: tuple[float, float, float]
     without_gathers: float  # times as many [tokens, F] where nothing waits for gathered weights
     bodies: bool  # layers of several kinds are computed at the same time
     # Copies that XLA makes before its loops, in another layout.
@@ -67,7 +67,7 @@ class Program:
 # With libtpu 0.0.42.1 and XLA of jax 0.10.2.
 TPU = Program(
     mlp=3.0, inside=3.0, between=2.0, heads=2.0, normed_heads=0.0, kv_heads=8.0, weights=1.2,
-    ahead=(0.0, 0.0), without_gathers=1.0, bodies=False,
+    ahead=(0.0, 0.0, 0.0), without_gathers=1.0, bodies=False,
     copied=("attention/query/kernel", "attention/key/kernel", "attention/value/kernel"),
     head_copies=0.0, kept_copies=0.0, gradient_copies=0.0,
     gathered_head=0.0, gradients_beside_weights=False,
@@ -75,7 +75,7 @@ TPU = Program(
 )  # fmt: skip
 GPU = Program(
     mlp=6.0, inside=2.5, between=5.0, heads=2.0, normed_heads=4.0, kv_heads=0.0, weights=1.4,
-    ahead=(3.0, 2.75), without_gathers=1.5, bodies=True,
+    ahead=(3.0, 1.0, 1.75), without_gathers=1.5, bodies=True,
     copied=("mlp/down/kernel", "attention/out/kernel"),
     head_copies=1.0, kept_copies=1.0, gradient_copies=0.7,
     gathered_head=1.0, gradients_beside_weights=True,
@@ -178,14 +178,9 @@ _OF_STREAM = {remat.ATTENTION_NORM, remat.ATTENTION_OUT, remat.MLP_NORM, remat.M
 def _inputs_alone(run: Config) -> int:
     """How many inputs of layers and of segments are saved, and no other array of the stream beside
     them: as compiled with and without the output of attention."""
-    policies = remat_costs.policies(run.model, run.remat)
+    apart = remat_costs.policies_apart(run.model, run.remat)
+    of_layers = sum(of.saved is not None and not of.saved & _OF_STREAM for of in apart)
     segments = remat_costs.segments(run.model, run.remat)
-    in_segments = {layer for first, end in segments for layer in range(first, end)}
-    of_layers = sum(
-        of.saved is not None and not of.saved & _OF_STREAM
-        for layer, of in enumerate(policies)
-        if layer not in in_segments
-    )
     return run.model.repeats * (of_layers + len(segments))
 
 
@@ -243,7 +238,7 @@ def _saved_weights(sizes: Sizes, program: Program) -> float:
     to, and on TPUs what is rounded; those that are neither are not copied."""
     if sizes.axes_of("embed", "parameters"):
         return _weights_of_layers(sizes)
-    if sizes.compute_bytes == sizes.param_bytes:
+    if not _casts(sizes):
         return 0.0
     return (1.0 if program is TPU else sizes.compute_bytes / sizes.param_bytes) * (
         _weights_of_layers(sizes)
@@ -389,8 +384,8 @@ def _rounded(sizes: Sizes) -> dict[str, float]:
 def _rounded_table(sizes: Sizes, name: str) -> float:
     """With several microbatches XLA:TPU rounds a table that is whole on each device once, before
     the loop over them; the loss counts the head itself."""
-    same = sizes.compute_bytes == sizes.param_bytes
-    if sizes.run.batch.accumulation == 1 or same or sizes.axes_of("embed", "parameters"):
+    several = sizes.run.batch.accumulation > 1
+    if not (several and _casts(sizes)) or sizes.axes_of("embed", "parameters"):
         return 0.0
     tables = (leaf for leaf in leaves(sizes.run.model) if leaf.name == name)
     return sizes.compute_bytes * sum(sizes.whole(leaf) for leaf in tables)
@@ -415,10 +410,10 @@ def _layer(sizes: Sizes, program: Program) -> float:
     mlp, weights = program.mlp * (1.0 if gathers else program.without_gathers), 0.0
     if gathers:
         of_mlp = sizes.compute_bytes * sizes.tokens * mlp_dim / tensor
-        # Weights once; the rest are their gradients, in the reduce dtype.
-        of_gradients = max(0.0, program.ahead[1] - 1.0) * sizes.reduce_bytes / sizes.compute_bytes
+        arrays, whole, of_gradients = program.ahead
+        whole += of_gradients * sizes.reduce_bytes / sizes.compute_bytes
         mlp, weights = max(
-            ((program.mlp, program.weights), (program.ahead[0], 1.0 + of_gradients)),
+            ((program.mlp, program.weights), (arrays, whole)),
             key=lambda counts: counts[0] * of_mlp + counts[1] * _layer_bytes(sizes),
         )
     normed = program.normed_heads if model.qk_norm else 0.0
@@ -470,18 +465,21 @@ def _whole_head(sizes: Sizes, exchanges: bool) -> float:
     lanes of it: of a chunk, or of all (`_keeps_whole_head`). Exchanges send a chunk's in parts."""
     if _keeps_whole_head(sizes):
         return FP32 * sizes.whole(sizes.head)
-    cut = traffic.cuts_lanes(sizes, sizes.size(sizes.axes_of("embed", "gradients")))
-    chunks = utilization.loss_chunks(sizes.run)
-    return FP32 * sizes.whole(sizes.head) / chunks if cut and not exchanges else 0.0
+    if exchanges or not _cuts_lanes(sizes):
+        return 0.0
+    return FP32 * sizes.whole(sizes.head) / utilization.loss_chunks(sizes.run)
 
 
 def _keeps_whole_head(sizes: Sizes) -> bool:
     """Whether XLA:TPU sums the head's gradient once, behind the loop over chunks, and keeps that of
     all until then: where a device has the whole head, and no whole lanes of its gradient."""
-    ways = sizes.size(sizes.axes_of("embed", "gradients"))
-    whole, chunks = not sizes.axes_of("embed", "parameters"), utilization.loss_chunks(sizes.run)
-    in_loop = chunks > 1 and sizes.mesh["stage"] == 1
-    return in_loop and whole and traffic.cuts_lanes(sizes, ways)
+    in_loop = utilization.loss_chunks(sizes.run) > 1 and sizes.mesh["stage"] == 1
+    return in_loop and not sizes.axes_of("embed", "parameters") and _cuts_lanes(sizes)
+
+
+def _cuts_lanes(sizes: Sizes) -> bool:
+    """Whether a device keeps no whole lanes of the head's gradient."""
+    return traffic.cuts_lanes(sizes, sizes.size(sizes.axes_of("embed", "gradients")))
 
 
 def _tied_head(sizes: Sizes) -> float:
