@@ -228,6 +228,30 @@ def test_fp32_is_computed_exactly(name, times):
         assert 0.9 * times < fp32.parts[part] / bf16.parts[part] < 1.001 * times, part
 
 
+@pytest.mark.parametrize(
+    ("keys", "times"),
+    [
+        (dict(model__head_dim=64), 2.0), (dict(model__head_dim=96), 4 / 3),
+        (dict(model__head_dim=128), 1.0),
+        # Blockwise attention computes heads as they are.
+        (dict(model__head_dim=64, attention__implementation="blockwise"), 1.0),
+    ],
+)  # fmt: skip
+def test_kernels_of_tpus_fill_up_heads(keys, times):
+    run = _resolved(**keys)
+    as_they_are, filled = (
+        _attention_flops(run, moved) / moved.attention_backward
+        for moved in (operators.GPU, operators.TPU)
+    )
+    np.testing.assert_allclose(filled, times * as_they_are)
+
+
+def _attention_flops(run, moved):
+    """Of one layer's backward pass, by the kernel's own count."""
+    listed = operators.of(sizes.of(run), V5P.core, moved)
+    return next(one.flops for one in listed if one.name == "attention backward")
+
+
 def test_products_on_tpus_are_by_their_tables():
     core = calibrations.core_of("tpu_v5p")
     rows = {(row.m, row.n, row.k) for row in core.calibration.table}
