@@ -62,8 +62,9 @@ def _jax_modules():
     return kernels, masks
 
 
-def _kernel(mask: Mask, scores: Scores, group: int, head_dim: int, device_kind: str):
+def _kernel(mask: Mask, scores: Scores, query_BTNH, num_kv_heads: int, device_kind: str):
     """jax's kernel for one key/value head and its group of query heads."""
+    group, width = query_BTNH.shape[2] // num_kv_heads, _row_width(query_BTNH)
     kernels, masks = _jax_modules()
     shape = (mask.segments_BT.shape[1], mask.num_keys)
     if mask.sees_all(scores.window):
@@ -75,7 +76,7 @@ def _kernel(mask: Mask, scores: Scores, group: int, head_dim: int, device_kind: 
     blocks = BLOCKS.get(device_kind, OTHER_BLOCKS)
     return kernels.make_splash_mqa_single_device(
         masks.MultiHeadMask([visible] * group),
-        block_sizes=_block_sizes(kernels.BlockSizes, blocks, shape, head_dim),
+        block_sizes=_block_sizes(kernels.BlockSizes, blocks, shape, width),
         attn_logits_soft_cap=scores.softcap or None, save_residuals=True,
         interpret=device_kind == "cpu",
     )  # fmt: skip
@@ -97,7 +98,7 @@ def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, de
     _refuse(mask, device_kind)
     B, T, N, H = query_BTNH.shape
     K = key_BSKH.shape[2]
-    kernel = _kernel(mask, scores, N // K, H, device_kind)
+    kernel = _kernel(mask, scores, query_BTNH, K, device_kind)
     out_BKGTH, (lse_BKGT,) = _per_head(
         lambda query, key, value, segments: kernel(query, key, value, segment_ids=segments),
         _by_head(query_BTNH, key_BSKH, value_BSKH, scores), mask,
@@ -114,7 +115,7 @@ def _backward(
     """A slice of keys at a time: the kernel writes a gradient of queries for each block of them."""
     _refuse(mask, device_kind)
     T, S = query_BTNH.shape[1], key_BSKH.shape[1]
-    size = _slice_of_keys(S, query_BTNH.shape[-1], device_kind)
+    size = _slice_of_keys(S, _row_width(query_BTNH), device_kind)
     whole = functools.partial(_slice_backward, scores=scores, device_kind=device_kind)
     rows = (query_BTNH, out_BTNH, lse_BNT, gradient_BTNH)
     if size == S:
@@ -158,10 +159,15 @@ def _backward(
     return query_gradient, *(jnp.concatenate(parts, axis=1) for parts in zip(*others, strict=True))
 
 
-def _slice_of_keys(num_keys: int, head_dim: int, device_kind: str) -> int:
+def _row_width(query_BTNH: Array) -> int:
+    """Bytes of a head's row, in those of 128 numbers of 16 bits."""
+    return -(-query_BTNH.shape[3] // LANES) * max(1, query_BTNH.dtype.itemsize // 2)
+
+
+def _slice_of_keys(num_keys: int, row_width: int, device_kind: str) -> int:
     """Keys of one call of the backward kernel: a divisor of them, of few blocks."""
     blocks = BLOCKS.get(device_kind, OTHER_BLOCKS)
-    most = MOST_BLOCKS * max(LANES, blocks.key_backward // -(-head_dim // LANES))
+    most = MOST_BLOCKS * max(LANES, blocks.key_backward // row_width)
     return max(n for n in range(LANES, min(num_keys, most) + 1, LANES) if num_keys % n == 0)
 
 
@@ -172,7 +178,7 @@ def _slice_backward(
     kernels, _ = _jax_modules()
     B, T, N, H = query_BTNH.shape
     K, dtype = key_BSKH.shape[2], query_BTNH.dtype
-    kernel = _kernel(mask, scores, N // K, H, device_kind)
+    kernel = _kernel(mask, scores, query_BTNH, K, device_kind)
     static = kernel.kwargs
 
     def one_head(query, key, value, out, lse, gradient, segments):
@@ -217,13 +223,12 @@ def _whole_lanes(array: Array) -> Array:
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, pad)]) if pad else array
 
 
-def _block_sizes(make, blocks: Blocks, shape: tuple[int, int], head_dim: int):
-    """The chip's blocks, smaller for larger heads, cut down to divisors of queries and keys."""
-    wide = -(-head_dim // LANES)
+def _block_sizes(make, blocks: Blocks, shape: tuple[int, int], row_width: int):
+    """The chip's blocks, smaller for wider rows, cut down to divisors of queries and keys."""
     num_queries, num_keys = shape
 
     def fit(size: int, num_rows: int, step: int = LANES) -> int:
-        most = max(step, min(size // wide, num_rows))
+        most = max(step, min(size // row_width, num_rows))
         return max(rows for rows in range(step, most + 1, step) if num_rows % rows == 0)
 
     # Keys are fetched in whole blocks of a product.

@@ -315,17 +315,17 @@ def test_the_next_kernel_takes_what_splash_refuses():
 
 def test_blocks_are_cut_to_divisors_of_the_rows():
     blocks = splash.Blocks(512, 1024, 512, 512, 2048, 512)
-    sizes = splash._block_sizes(dict, blocks, (256, 384), 128)
+    sizes = splash._block_sizes(dict, blocks, (256, 384), 1)
     assert sizes["block_q"] == 256
     assert {sizes["block_kv"], sizes["block_kv_dkv"]} == {384}
 
 
 @pytest.mark.parametrize("blocks", [splash.OTHER_BLOCKS, *splash.BLOCKS.values()][:2])
-@pytest.mark.parametrize("head_dim", [128, 256])
-def test_keys_are_fetched_in_whole_blocks_of_a_product(blocks, head_dim):
+@pytest.mark.parametrize("row_width", [1, 2])
+def test_keys_are_fetched_in_whole_blocks_of_a_product(blocks, row_width):
     """1,536 keys too: blocks of 768 have none of 512."""
     for rows in range(128, 8193, 128):
-        sizes = splash._block_sizes(dict, blocks, (rows, rows), head_dim)
+        sizes = splash._block_sizes(dict, blocks, (rows, rows), row_width)
         for key in ("block_kv", "block_kv_dkv"):
             assert rows % sizes[key] == sizes[key] % sizes[f"{key}_compute"] == 0
         assert max(sizes["block_kv"], sizes["block_q"]) <= blocks.key
@@ -334,8 +334,11 @@ def test_keys_are_fetched_in_whole_blocks_of_a_product(blocks, head_dim):
 # ----------------------------------------------------------------------- compiled for real chips
 
 
-def compiled(topology: str, case: Case, length: int, *, remat_policy: str = "none", batch: int = 1):
-    """Text of value and gradients of two layers of bf16 attention through "auto" on one chip."""
+def compiled(
+    topology: str, case: Case, length: int, *, remat_policy: str = "none", batch: int = 1,
+    dtype: jnp.dtype = jnp.bfloat16,
+) -> str:  # fmt: skip
+    """Text of value and gradients of two layers of attention through "auto" on one chip."""
     mesh = sharding.make_mesh({"fsdp": 1}, devices=topologies.devices(topology)[:1])
     place = sharding.Placement(mesh, sharding.make_layout("zero3"))
 
@@ -358,7 +361,7 @@ def compiled(topology: str, case: Case, length: int, *, remat_policy: str = "non
         return jnp.sum(jnp.square(jax.lax.scan(layer, query, None, length=2)[0]))
 
     whole = jax.NamedSharding(mesh, jax.P())
-    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16, sharding=whole)  # noqa: E731
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, dtype, sharding=whole)  # noqa: E731
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=whole)
     mask = Mask(*(tokens,) * 4, ahead=0)
     query = shape(batch, length, case.heads, case.head_dim)
@@ -397,6 +400,17 @@ COMPILED = {
 def test_the_blocks_of_every_chip_compile(topology, case, length):
     # Long rows of wide heads take the backward kernel in slices of keys.
     assert set(kernels(compiled(topology, case, length))) == {"splash_mqa_dkv", "splash_mqa_fwd"}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("topology", OF_TABLES)
+def test_the_blocks_of_fp32_compile(topology, head_dim):
+    """Twice the bytes in a row: with the blocks of bf16 the backward kernel asks for 17 of 16 MiB."""
+    case = Case(heads=8, kv_heads=2, head_dim=head_dim)
+    assert set(kernels(compiled(topology, case, 2048, dtype=jnp.float32))) == {
+        "splash_mqa_dkv", "splash_mqa_fwd"
+    }  # fmt: skip
 
 
 @pytest.mark.aot
