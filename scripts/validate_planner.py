@@ -15,9 +15,10 @@ alone (one sequence per device and microbatch where it can), and devices split e
 `fsdp`, `sequence` and `tensor`; both with the best remat and microbatches that fit.
 
 `--times`, by default with the tables in tests/golden/steps: each row's measured and predicted step
-time; of each table the mean and the worst absolute error with the constants in
+time; of each table of Megatron-LM the mean and the worst absolute error with the constants in
 llmx/plan/calibrations.py, that of the best constant utilisation, and that on rows to which the
-constants were not fitted; and the constants as a fit to these files finds them.
+constants were not fitted; and the constants as a fit to these files finds them. Of steps of llmx
+(`scripts/bench_gpu.py`) also the memory, and no constant was fitted to them.
 
 `--cpu`: 12 small models are trained for some steps on this machine's CPU; their step times beside
 those that the planner computes from the file of `python -m llmx.plan calibrate`, which is written
@@ -45,6 +46,7 @@ from llmx.plan import (
     search_report,
     small_models,
     step_time,
+    timed_runs,
 )
 from llmx.plan.compiled_programs import Program
 from llmx.plan.measured_steps import Table, Trainer
@@ -248,13 +250,31 @@ def compare_cpu(path: pathlib.Path, rounds: int) -> None:
 
 
 def compare_times(flags: argparse.Namespace) -> None:
-    tables = [measured_steps.read(path) for path in flags.times or TABLES]
+    paths = flags.times or TABLES
+    own = [path for path in paths if timed_runs.is_table(path)]
+    for path in own:
+        print_runs(path.stem, timed_runs.read(path))
+    tables = [measured_steps.read(path) for path in paths if path not in own]
     for table in tables:
         print_rows(table)
     for trainer in (measured_steps.A100, measured_steps.H100):
         own = [table for table in tables if table.trainer is trainer]
         if own:
             print_summary(trainer, own, flags.splits)
+
+
+def print_runs(name: str, runs: list[timed_runs.Run]) -> None:
+    """Steps of llmx: of each row the errors of the step time and of the peak."""
+    print(
+        f"\n{name}\n{'measured s':>11} {'predicted s':>11} {'error':>7} {'peak GiB':>9} {'error':>7}"
+    )
+    for run in runs:
+        print(
+            f"{run.seconds:11.4f} {run.predicted:11.4f} {run.step_error:+7.1%} "
+            f"{run.peak / 2**30:9.2f} {run.peak_error:+7.1%}  {run.name}"
+        )
+    print_mean("step", [run.step_error for run in runs])
+    print_mean("memory", [run.peak_error for run in runs])
 
 
 def print_rows(table: Table) -> None:

@@ -201,6 +201,14 @@ def test_unknown_columns_are_refused(tmp_path):
         measured_steps.read(path)
 
 
+def test_the_script_compares_all_tables(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["validate_planner.py", "--times", "--splits=0"])
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    printed = capsys.readouterr().out
+    for path in TABLES.glob("*.csv"):
+        assert path.stem in printed
+
+
 def test_the_script_compares_files_of_the_users(tmp_path, monkeypatch, capsys):
     lines = (TABLES / "h100_megatron.csv").read_text().splitlines()
     path = tmp_path / "mine.csv"

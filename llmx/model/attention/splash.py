@@ -96,7 +96,7 @@ def _per_head(function, arrays, mask: Mask):
 def _forward(query_BTNH, key_BSKH, value_BSKH, mask: Mask, scores: Scores, *, device_kind: str):
     """Rows in order; "cpu" runs the kernel's interpreter, for tests."""
     _refuse(mask, device_kind)
-    B, T, N, H = query_BTNH.shape
+    B, T, N, _ = query_BTNH.shape
     K = key_BSKH.shape[2]
     kernel = _kernel(mask, scores, query_BTNH, K, device_kind)
     out_BKGTH, (lse_BKGT,) = _per_head(

@@ -406,7 +406,7 @@ def test_the_blocks_of_every_chip_compile(topology, case, length):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("topology", OF_TABLES)
 def test_the_blocks_of_fp32_compile(topology, head_dim):
-    """Twice the bytes in a row: with the blocks of bf16 the backward kernel asks for 17 of 16 MiB."""
+    """Twice the bytes in a row: with blocks of bf16 the backward kernel asks for 17 of 16 MiB."""
     case = Case(heads=8, kv_heads=2, head_dim=head_dim)
     assert set(kernels(compiled(topology, case, 2048, dtype=jnp.float32))) == {
         "splash_mqa_dkv", "splash_mqa_fwd"
