@@ -265,9 +265,8 @@ def compare_times(flags: argparse.Namespace) -> None:
 
 def print_runs(name: str, runs: list[timed_runs.Run]) -> None:
     """Steps of llmx: of each row the errors of the step time and of the peak."""
-    print(
-        f"\n{name}\n{'measured s':>11} {'predicted s':>11} {'error':>7} {'peak GiB':>9} {'error':>7}"
-    )
+    columns = f"{'measured s':>11} {'predicted s':>11} {'error':>7} {'peak GiB':>9} {'error':>7}"
+    print(f"\n{name}\n{columns}  row")
     for run in runs:
         print(
             f"{run.seconds:11.4f} {run.predicted:11.4f} {run.step_error:+7.1%} "
