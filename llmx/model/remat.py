@@ -53,6 +53,7 @@ SAVES = (
 )  # fmt: skip
 # Of the segments that `sqrt` and `every_N` make.
 _SEGMENT_INPUT = "segment_input"
+_OF_TYPES = {"convert_element_type", "reshard"}
 _EVERY = re.compile(r"every_([1-9][0-9]*)")
 HOST_MEMORY = "pinned_host"  # the kind of memory that `OffloadConfig` is about
 
@@ -282,9 +283,26 @@ def checkpointed(function: Callable, policy: Policy, offloaded: Sequence[str] = 
     Those of `SAVES` that are `offloaded` are saved too, in host memory.
     """
     if policy.saved is None:
-        return function
+        # Without this a loop would stack the weights that its layers read, all in fp32.
+        return jax.checkpoint(function, policy=_all_but_views, prevent_cse=False)
     # Inside a scan the loop already keeps forward and backward apart: preventing CSE only costs.
     return _checkpoint(function, INPUT, policy.saved, offloaded, prevent_cse=False)
+
+
+def _copies_nothing(primitive, *arrays, **parameters) -> bool:
+    """Whether an array is another one in another type: a parameter as products read it, whose
+    gradient is to have another type (`sharding.grad_buffers`), or numbers in a wider type."""
+    if primitive.name == "convert_element_type":
+        return parameters["new_dtype"].itemsize > arrays[0].dtype.itemsize
+    if primitive.name == "reshard":
+        return bool(parameters["dst_sharding"].spec.reduced)
+    body = parameters.get("call_jaxpr")  # of a function with its own gradient
+    return body is not None and {one.primitive.name for one in body.eqns} <= _OF_TYPES
+
+
+def _all_but_views(*operation, **parameters) -> bool:
+    """The policy that saves everything, but no array twice."""
+    return not _copies_nothing(*operation, **parameters)
 
 
 def checkpointed_segment(function: Callable, offloaded: Sequence[str] = ()) -> Callable:

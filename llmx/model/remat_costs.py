@@ -325,12 +325,13 @@ def _routing_bytes(model: ModelConfig) -> int:
 def _all_bytes(model: ModelConfig, compute_bytes: int) -> int:
     D, F, H, N, K = model.width, mlp_dim(model), model.head_dim, model.num_heads, model.num_kv_heads
     num_norms = costs.norms_of_block(model)
-    # Input, inputs and output of attention, inputs of the MLP's activation; a norm saves its input,
-    # normalised and scaled.
+    # Input, inputs and output of attention, inputs of the MLP's activation. A norm saves its input,
+    # in fp32 where it takes the mean from it, and in fp32 normalised and scaled.
     activation = (6 if model.activation == "gelu" else 4) * F + (2 * F if model.gated_mlp else 0)
     normed = num_norms * D + ((N + K) * H if model.qk_norm else 0)
     in_compute_dtype = 2 * D + N * H + K * (H + model.value_width) + N * model.value_width
     latents = model.kv_latent + model.query_latent if model.kv_latent else 0
     normed, in_compute_dtype = normed + latents, in_compute_dtype + latents + activation
     in_compute_dtype += sum(rank for _, rank in costs.between_factors(model).values())
-    return compute_bytes * in_compute_dtype + 4 * (3 * normed + N)
+    of_input = 4 if model.norm == "layer" else compute_bytes
+    return compute_bytes * in_compute_dtype + (of_input + 8) * normed + 4 * N

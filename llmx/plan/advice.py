@@ -18,7 +18,6 @@ REMEDIES = {
     "parameters": f"{_SPLIT}, or --config.offload.parameters",
     "optimizer": f"{_SPLIT}, or --config.offload.optimizer",
     "saved activations": f"another --config.remat, or {_SMALLER}",
-    "saved weights": "another --config.remat",
     "kept": f"another --config.remat, or {_SMALLER}",
     "a layer": f"{_SMALLER}, or --config.mesh.sequence",
     "working": f"{_SMALLER}, or --config.mesh.sequence",

@@ -29,6 +29,7 @@ from llmx.plan.sizes import Sizes
 from llmx.step import optimizers
 
 FP32 = 4
+IN_FLIGHT = 2  # shares of new parameters that are being gathered, on GPUs
 WHOLE_HEADS = 3  # gradients of the head at a time, with gather="step"
 END_OF_FORWARD, BACKWARD, UPDATE = "end of forward", "backward", "update"
 
@@ -51,6 +52,7 @@ class Program:
     ahead: tuple[float, float, float]
     without_gathers: float  # times as many [tokens, F] where nothing waits for gathered weights
     bodies: bool  # layers of several kinds are computed at the same time
+    bodies_alone: float  # at most so many where there is one device
     # Copies that XLA makes before its loops, in another layout.
     copied: tuple[str, ...]  # endings of the names of parameters, in fp32
     head_copies: float  # of saved queries
@@ -59,27 +61,23 @@ class Program:
     kept_copies: float
     gradient_copies: float
     gathered_head: float  # of the head's share all the time, in fp32
-    # With remat="none" layers save their weights too: whether gradients come beside them.
-    gradients_beside_weights: bool
     lanes: int  # that the size of a head, and rows, are padded to
 
 
 # With libtpu 0.0.42.1 and XLA of jax 0.10.2.
 TPU = Program(
     mlp=3.0, inside=3.0, between=2.0, heads=2.0, normed_heads=0.0, kv_heads=8.0, weights=1.2,
-    ahead=(0.0, 0.0, 0.0), without_gathers=1.0, bodies=False,
+    ahead=(0.0, 0.0, 0.0), without_gathers=1.0, bodies=False, bodies_alone=1.0,
     copied=("attention/query/kernel", "attention/key/kernel", "attention/value/kernel"),
     head_copies=0.0, kept_copies=0.0, gradient_copies=0.0,
-    gathered_head=0.0, gradients_beside_weights=False,
-    lanes=128,
+    gathered_head=0.0, lanes=128,
 )  # fmt: skip
 GPU = Program(
     mlp=6.0, inside=2.5, between=5.0, heads=2.0, normed_heads=4.0, kv_heads=0.0, weights=1.4,
-    ahead=(3.0, 1.0, 1.75), without_gathers=1.5, bodies=True,
+    ahead=(3.0, 1.0, 1.75), without_gathers=1.5, bodies=True, bodies_alone=1.5,
     copied=("mlp/down/kernel", "attention/out/kernel"),
     head_copies=1.0, kept_copies=1.0, gradient_copies=0.7,
-    gathered_head=1.0, gradients_beside_weights=True,
-    lanes=1,
+    gathered_head=1.0, lanes=1,
 )  # fmt: skip
 
 
@@ -113,10 +111,6 @@ def of(
         return _of_stages(sizes, on_gpu, device_bytes)
     program = GPU if on_gpu else TPU
     common = _saved(sizes, program) | _gradients(sizes) | _copies(sizes, program)
-    if _keeps_all(sizes) and not program.gradients_beside_weights:
-        # Those of layers are written where the weights were.
-        of_layers = _gradients_of_layers(sizes)
-        common["gradients"] = max(0.0, of_layers - common["saved weights"])
     common |= _gathered(sizes) | _rounded(sizes)
     if not on_gpu:
         common |= {"rounded embedding": _rounded_table(sizes, "embedding")}
@@ -126,11 +120,8 @@ def of(
         common |= {"slices of weights": _slices(sizes)}
     if sizes.run.sync.strategy != "mean":
         common.pop("gradients", None)  # the program makes them where the exchange's old state was
-    at_end = dict(common)
-    if not on_gpu:  # saved weights are the parameters themselves until the backward pass begins
-        at_end.pop("saved weights", None)
     peaks = {
-        END_OF_FORWARD: at_end | _before_the_head(sizes, common, program) | {
+        END_OF_FORWARD: common | _before_the_head(sizes, common, program) | {
             "loss": max(loss_memory.of(sizes.run, on_gpu=on_gpu), _whole_heads(sizes, program)),
             "gradient of the head": 0.0 if on_gpu else _whole_head(sizes, exchanges),
         },
@@ -142,7 +133,9 @@ def of(
             "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
             "tables in another layout": _padded_tables(sizes, program) if not on_gpu else 0.0,
         },
-        UPDATE: {"updated parameters": _updated(sizes, on_gpu)} | _relaid(sizes, program),
+        UPDATE: _relaid(sizes, program) | {
+            "updated parameters": _updated(sizes, on_gpu, device_bytes),
+        },
     }  # fmt: skip
     whole = lambda parts: {name: math.ceil(of) for name, of in parts.items() if of}  # noqa: E731
     peaks = {name: whole(parts) for name, parts in peaks.items() if any(parts.values())}
@@ -162,6 +155,8 @@ def state(sizes: Sizes, *, on_host: bool = False) -> dict[str, float]:
 def _saved(sizes: Sizes, program: Program) -> dict[str, float]:
     """What layers save for the backward pass, of one microbatch, and copies of it."""
     found, run = saved(sizes, program), sizes.run
+    if _alone(sizes, program) or (program is GPU and _hides_copies(sizes)):
+        return found
     copies = program.head_copies * _queries(sizes)
     if program is GPU and run.batch.accumulation == 2 and gathers_ahead(run):
         # The loop is written out: the second microbatch begins before the first is done.
@@ -169,6 +164,13 @@ def _saved(sizes: Sizes, program: Program) -> dict[str, float]:
     elif sizes.mesh["sequence"] == 1 and _copies_for_microbatches(sizes) and _casts(sizes):
         copies += program.kept_copies * _inputs_alone(sizes.run) * _input_bytes(sizes)
     return found | {"copies of activations": copies}
+
+
+def _hides_copies(sizes: Sizes) -> bool:
+    """Whether queries are rotated, and no weights gathered: as compiled with `ddp`, `zero1` and
+    `zero2`, XLA:GPU then saves them in the layout that attention takes."""
+    gathers = sizes.axes_of("embed", "parameters")
+    return not gathers and sizes.run.model.positions == "rope"
 
 
 # Arrays [tokens, D] that a layer may save beside its input.
@@ -199,13 +201,12 @@ def saved(sizes: Sizes, program: Program) -> dict[str, float]:
         + (of_all - of_keys) * sizes.tokens / sizes.mesh["tensor"]
     )
     found = {"saved activations": saved}
-    if _keeps_all(sizes):
+    if keeps_all(sizes):
         # The inputs of products are whole over `tensor`.
         more = sizes.tokens - sizes.tokens_between
         found["saved activations"] += (
             2 * model.num_layers * sizes.compute_bytes * more * model.width
         )
-        found["saved weights"] = _saved_weights(sizes, program)
     return found
 
 
@@ -233,19 +234,8 @@ def _weights_of_layers(sizes: Sizes) -> float:
     return sum(sizes.param_bytes * sizes.local(leaf, "parameters") for leaf in of_layers)
 
 
-def _saved_weights(sizes: Sizes, program: Program) -> float:
-    """Of all layers: what their gathers read, or where nothing is gathered, what they are rounded
-    to, and on TPUs what is rounded; those that are neither are not copied."""
-    if sizes.axes_of("embed", "parameters"):
-        return _weights_of_layers(sizes)
-    if not _casts(sizes):
-        return 0.0
-    return (1.0 if program is TPU else sizes.compute_bytes / sizes.param_bytes) * (
-        _weights_of_layers(sizes)
-    )
-
-
-def _keeps_all(sizes: Sizes) -> bool:
+def keeps_all(sizes: Sizes) -> bool:
+    """Whether layers save everything: `remat="none"`."""
     policies = remat_costs.policies(sizes.run.model, sizes.run.remat)
     return all(policy.saved is None for policy in policies)
 
@@ -285,16 +275,31 @@ def _gradients_of_layers(sizes: Sizes) -> float:
 
 
 def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -> dict[str, float]:
-    """Gradients at the peak of the loss: with one chunk, XLA:GPU makes the head's after it."""
+    """Gradients at the peak of the loss. There are none yet on one GPU, nor where layers save all,
+    but where GPUs gather weights; with one chunk, XLA:GPU makes the head's after it."""
     held, chunks = common.get("gradients", 0.0), utilization.loss_chunks(sizes.run)
+    gathers = program is GPU and sizes.axes_of("embed", "parameters")
+    kept = keeps_all(sizes) and not gathers
+    if kept or _alone(sizes, program):
+        return {"gradients": 0.0}
     if not held or program is not GPU or chunks > 1:
         return {}
     return {"gradients": held - sizes.reduce_bytes * sizes.local(sizes.head, "gradients")}
 
 
+def _alone(sizes: Sizes, program: Program) -> bool:
+    """Whether there is one GPU: nothing is sent, and nothing is begun before it is needed."""
+    return program is GPU and math.prod(sizes.mesh.values()) == 1
+
+
 def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
     """Of weights in another layout, of the head's gradient in fp32, of a microbatch's gradients."""
     found, split = 0.0, sizes.axes_of("embed", "parameters")
+    if program is GPU and not split and _turns_weights(sizes):
+        found += sum(
+            sizes.param_bytes * sizes.local(leaf, "parameters")
+            for leaf in sizes.weights if not leaf.name.endswith("mlp/down/kernel")
+        )  # fmt: skip
     if split:
         found += program.gathered_head * FP32 * sizes.local(sizes.head, "parameters")
     if split and not sizes.run.offload.parameters:
@@ -309,6 +314,15 @@ def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
         if _copies_for_microbatches(sizes):
             found += program.gradient_copies * _gradients(sizes)["gradients"]
     return {"copies of weights and gradients": found}
+
+
+def _turns_weights(sizes: Sizes) -> bool:
+    """Whether XLA:GPU copies weights before a loop over all layers, as products in fp8 contract
+    the last dimensions, and no gather puts them there."""
+    model = sizes.run.model
+    looped = remat.period_of(model.block_kinds) == 1 and model.num_layers > 2  # not written out
+    in_loop = looped and not remat_costs.segments(sizes.run.model, sizes.run.remat)
+    return sizes.run.products.format == "fp8" and in_loop and _casts(sizes)
 
 
 def _slices(sizes: Sizes) -> float:
@@ -407,7 +421,8 @@ def _layer(sizes: Sizes, program: Program) -> float:
     model, tensor = sizes.run.model, sizes.mesh["tensor"]
     mlp_dim = remat_costs.mlp_dim(model)
     gathers = sizes.axes_of("embed", "parameters") and sizes.run.sharding.gather == "layer"
-    mlp, weights = program.mlp * (1.0 if gathers else program.without_gathers), 0.0
+    waits = gathers or _alone(sizes, program) or sizes.run.batch.accumulation > 1
+    mlp, weights = program.mlp * (1.0 if waits else program.without_gathers), 0.0
     if gathers:
         of_mlp = sizes.compute_bytes * sizes.tokens * mlp_dim / tensor
         arrays, whole, of_gradients = program.ahead
@@ -426,6 +441,8 @@ def _layer(sizes: Sizes, program: Program) -> float:
         + program.between * sizes.tokens_between * model.width
     )
     bodies = _bodies(model) if program.bodies else 1
+    if _alone(sizes, program):
+        bodies = min(bodies, program.bodies_alone)
     found = bodies * sizes.compute_bytes * activations + weights * _layer_bytes(sizes)
     # Experts are differentiated before attention is.
     return max(found, experts.layer_bytes(sizes)) if model.num_experts else found
@@ -441,16 +458,40 @@ def _layer_bytes(sizes: Sizes) -> float:
     return sizes.compute_bytes * numbers / sizes.run.model.num_layers
 
 
-def _updated(sizes: Sizes, on_gpu: bool) -> float:
+def _updated(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> float:
     """New parameters beside the old ones, where they are gathered after the update. A head whose
     gradient XLA:TPU keeps whole is updated before the others, and in its place."""
-    in_place = sizes.head.name if not on_gpu and _keeps_whole_head(sizes) else None
-    return sum(
-        sizes.param_bytes * sizes.local(leaf, "parameters")
-        for leaf in leaves(sizes.run.model)
+    alone = not on_gpu and sizes.run.batch.accumulation == 1
+    in_place = sizes.head.name if alone and _keeps_whole_head(sizes) else None
+    gathered = [
+        leaf for leaf in leaves(sizes.run.model)
         if leaf.name != in_place
         and sizes.local(leaf, "parameters") > sizes.local(leaf, "optimizer")
-    )
+    ]  # fmt: skip
+    model = sizes.run.model
+    padding = 1.0 if on_gpu else _head_dim(model, TPU) / model.head_dim
+    found = sum(
+        sizes.param_bytes * sizes.local(leaf, "parameters")
+        * (padding if "/attention/" in leaf.name else 1.0)
+        for leaf in gathered
+    )  # fmt: skip
+    whole = [
+        leaf for leaf in gathered if sizes.local(leaf, "gradients") > sizes.local(leaf, "optimizer")
+    ]
+    if on_gpu and whole:
+        # With whole gradients the last of them, and shares of new values that are on their way.
+        shares = sorted(sizes.param_bytes * sizes.local(leaf, "optimizer") for leaf in whole)
+        found += sum(shares[-IN_FLIGHT:])
+        found += max(sizes.reduce_bytes * sizes.local(leaf, "gradients") for leaf in whole)
+        if device_bytes:
+            found = min(found, _scheduled(sizes, device_bytes))
+    return found
+
+
+def _scheduled(sizes: Sizes, device_bytes: int) -> float:
+    """What XLA:GPU lets its schedule take beside the state, if it can (`GetSchedulerMemoryLimit`):
+    with it values that would be gathered early are updated in place."""
+    return 0.95 * (0.8 * device_bytes - sum(state(sizes).values()))
 
 
 def _head_behind(sizes: Sizes, on_gpu: bool) -> float:
@@ -541,6 +582,6 @@ def _of_stages(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> Memory:
     rest = {name: num for name, num in parts.items() if num and name not in _STATE}
     rest |= {name: math.ceil(num) for name, num in _rounded(sizes).items()}
     peaks = {BACKWARD: rest}
-    if updated := math.ceil(_updated(sizes, on_gpu)):
+    if updated := math.ceil(_updated(sizes, on_gpu, device_bytes)):
         peaks[UPDATE] = {"updated parameters": updated}
     return Memory(held, peaks, math.ceil(sum(state(sizes, on_host=True).values())))

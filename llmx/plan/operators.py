@@ -72,6 +72,7 @@ class Moved:
     shares: tuple[float, float]  # of a device's share of them, in fp32
     gradients: float  # of a device's share of a layer's gradients
     saves: tuple[float, float]  # of what a layer saves
+    kept: tuple[float, float]  # the same where a layer saves everything
     slots: tuple[float, float]  # the same where layers are no loop, so that ticks share a body
     rounded: float  # bytes for each number that fp8 or int8 products round
     # Operators: of a layer; of a product that rounds its factors, more; of a microbatch's loss, and
@@ -100,25 +101,28 @@ class Moved:
 # Counted in the programs of llama3_8b, and fitted to those of tests/golden/programs.jsonl.
 GPU = Moved(
     mlp=(3.0, 6.0), stream=(7.0, 7.0), heads=(2.0, 4.0), normed=(4.0, 6.0), ring=25.0,
-    weights=(0.1, 0.1), shares=(3.0, 4.0), gradients=3.0, saves=(2.2, 0.2), slots=(2.2, 0.2),
-    rounded=13.0, launches=(25.0, 45.0), of_rounding=7.5, of_loss=(30.0, 14.0), of_update=10.0,
-    logits=14.0, lookups=3.0, tied=2.0, cuts=6.0, norms=1.0,
+    weights=(0.1, 0.1), shares=(3.0, 4.0), gradients=3.0,
+    saves=(2.2, 0.2), kept=(2.2, 0.2), slots=(2.2, 0.2),
+    rounded=13.0, launches=(25.0, 45.0), of_rounding=7.5,
+    of_loss=(30.0, 14.0), of_update=10.0, logits=14.0, lookups=3.0, tied=2.0, cuts=6.0, norms=1.0,
     update=6.5, sums=2.0, attention_backward=3.5,
 )  # fmt: skip
 TPU = Moved(
     mlp=(0.0, 0.0), stream=(10.0, 16.0), heads=(18.0, 45.0), normed=(4.0, 6.0), ring=60.0,
-    weights=(0.0, 0.0), shares=(2.5, 5.0), gradients=12.0, saves=(4.0, 4.0), slots=(2.0, 0.0),
-    rounded=10.0, launches=(25.0, 50.0), of_rounding=2.0, of_loss=(30.0, 8.0), of_update=8.0,
-    logits=11.0, lookups=0.0, tied=0.0, cuts=0.0, norms=0.0,
+    weights=(0.0, 0.0), shares=(2.5, 5.0), gradients=12.0,
+    saves=(4.0, 4.0), kept=(3.0, 1.0), slots=(2.0, 0.0),
+    rounded=10.0, launches=(25.0, 50.0), of_rounding=2.0,
+    of_loss=(30.0, 8.0), of_update=8.0, logits=11.0, lookups=0.0, tied=0.0, cuts=0.0, norms=0.0,
     update=7.0, sums=3.0, attention_backward=2.5,
     least=1.24e-6,  # XLA's cycles of the smallest operators, on v5e and v5p
 )  # fmt: skip
 
 CPU = Moved(
     mlp=(2.0, 4.0), stream=(8.0, 8.0), heads=(4.0, 8.0), normed=(4.0, 6.0), ring=0.0,
-    weights=(1.0, 1.0), shares=(1.0, 1.0), gradients=2.0, saves=(2.0, 1.0), slots=(2.0, 1.0),
-    rounded=20.0, launches=(30.0, 60.0), of_rounding=0.0, of_loss=(0.0, 8.0), of_update=1.0,
-    logits=12.0, lookups=0.0, tied=0.0, cuts=0.0, norms=0.0,
+    weights=(1.0, 1.0), shares=(1.0, 1.0), gradients=2.0,
+    saves=(2.0, 1.0), kept=(2.0, 1.0), slots=(2.0, 1.0),
+    rounded=20.0, launches=(30.0, 60.0), of_rounding=0.0,
+    of_loss=(0.0, 8.0), of_update=1.0, logits=12.0, lookups=0.0, tied=0.0, cuts=0.0, norms=0.0,
     update=7.0, sums=2.0, attention_backward=2.5,
     blocks=True, copies=2.0, fresh=True,
 )  # fmt: skip
@@ -392,7 +396,10 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     if steps > 1:
         queries = number * sizes.tokens * model.num_heads * model.head_dim / tensor
         yield "ring", moved.ring * steps * queries * (2 / 3 if index else 1 / 3), 1.0
-    passes = moved.slots if traffic.passes_of(sizes.run).shared else moved.saves
+    alone = sizes.mesh["stage"] == 1 and memory.keeps_all(sizes)
+    passes = moved.kept if alone else moved.saves
+    if traffic.passes_of(sizes.run).shared:
+        passes = moved.slots
     yield "saves", passes[index] * device.saved, 1.0
     if index:
         gradients = sum(sizes.local(leaf, "gradients") for leaf in sizes.weights)

@@ -27,7 +27,6 @@ from llmx.runtime.svg import (
     NAVY,
     ORANGE,
     PALE_BLUE,
-    PALE_GREEN,
     PALE_ORANGE,
     PALE_PURPLE,
     PAPER,
@@ -51,7 +50,7 @@ EXPOSED = (RED, ORANGE, PALE_ORANGE, PALE_PURPLE)
 BYTES = {
     "parameters": BLUE, "optimizer": SKY, "ema": PALE_BLUE, "gradients": ORANGE,
     "sums of gradients": PALE_ORANGE, "gradients of the head": YELLOW,
-    "saved activations": GREEN, "kept": GREEN, "saved weights": PALE_GREEN,
+    "saved activations": GREEN, "kept": GREEN,
     "copies of activations": SLATE, "copies of weights and gradients": GRAY,
     "gathered weights": BROWN, "loss": RED, "a layer": PURPLE, "working": PURPLE,
     "a segment": PALE_PURPLE, "waiting": YELLOW, "factors": PALE_PURPLE, "versions": NAVY,

@@ -144,8 +144,6 @@ class Bounds:
         program = memory.GPU if self.machine.on_gpu else memory.TPU
         listed = operators.of(counted, core, moved)
         saved = memory.saved(counted, program)
-        if counted.compute_bytes == counted.param_bytes:
-            saved.pop("saved weights", None)  # other layouts save none
         weight = sum(
             one.seconds * one.count
             for one in listed

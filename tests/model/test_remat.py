@@ -116,6 +116,11 @@ SAVED = {
 }
 
 
+SIZES = dict(
+    vocab_size=32, vocab_multiple=32, width=D, num_heads=N, num_kv_heads=K, head_dim=H, mlp_dim=F
+)
+
+
 def decoder(**changes):
     config = families.preset(
         "llama3", vocab_size=32, vocab_multiple=32, width=D, num_layers=L, num_heads=N,
@@ -275,6 +280,50 @@ OFFLOADED = [("full", ("input",)), ("sqrt", ("input",)), ("dots", ("gate", "up")
 @pytest.mark.parametrize(("policy", "offloaded"), OFFLOADED)
 def test_gradients_are_the_same_with_offload(policy, offloaded):
     assert_equal(gradients(policy, "llama3", offloaded), gradients("none", "llama3"))
+
+
+@pytest.mark.parametrize("family", ["llama3", "gpt2", "gemma3"])
+def test_to_save_everything_is_to_copy_nothing(family, monkeypatch):
+    """With gradient buffers a loop stacked the weights that its layers read: all of them, in fp32.
+
+    Nor is an array saved in two types. The gradients are those of layers without a checkpoint."""
+    plain, sizes = decoder()[1], dict(num_layers=L, layer_pattern=("global",))
+    model = dataclasses.replace(families.preset(family, **SIZES), **sizes)
+    mixed = Execution(plain.place, precision.POLICIES["bf16"], remat="none")
+    exact = dataclasses.replace(plain, remat="none")
+    apply = apply_lib.Apply(model)
+    params = apply_lib.init_parameters(model, 0)
+    buffers = jax.tree.map(jnp.zeros_like, params)
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 32, (B, T)))
+    batch = dict(
+        tokens=tokens, targets=tokens, segment_ids=jnp.ones_like(tokens),
+        positions=jnp.broadcast_to(jnp.arange(T), (B, T)),
+    )  # fmt: skip
+
+    def loss(buffers, params, execution):
+        return jnp.sum(apply.losses(params, batch, execution, buffers)[0])
+
+    def stacked():
+        """What the loops over layers write, forward: of weights' shapes how many, all bytes."""
+        pull = lambda tree, params: jax.vjp(lambda tree: loss(tree, params, mixed), tree)[1]  # noqa: E731
+        jaxpr = jax.make_jaxpr(pull)(buffers, params)
+        loops = [one for one in jaxpr.jaxpr.eqns if one.primitive.name == "scan"]
+        written = [var.aval for one in loops for var in one.outvars if var.aval.shape[:1] == (L,)]
+        named = jax.tree_util.tree_leaves_with_path(params["blocks"])
+        weights = {leaf.shape for path, leaf in named if "kernel" in jax.tree_util.keystr(path)}
+        num_bytes = sum(math.prod(one.shape) * one.dtype.itemsize for one in written)
+        return sum(one.shape in weights for one in written), num_bytes
+
+    def gradients():
+        return jax.jit(jax.grad(functools.partial(loss, execution=exact)))(buffers, params=params)
+
+    with jax.set_mesh(plain.place.mesh):
+        (copies, num_bytes), found = stacked(), gradients()
+        monkeypatch.setattr(remat, "checkpointed", lambda function, *_: function)
+        (copies_before, bytes_before), expected = stacked(), gradients()
+    assert copies == 0 < copies_before
+    assert num_bytes < bytes_before
+    assert_equal(found, expected)
 
 
 # ------------------------------------------------------------------------------------- its costs

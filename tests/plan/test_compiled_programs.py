@@ -279,9 +279,13 @@ def test_gathers_in_fp8_are_half_the_bytes():
 
 def test_stages_of_zero2_hold_new_parameters_beside_the_old():
     keys = dict(mesh__data=1, mesh__stage=2, batch__size=64, batch__accumulation=4)
-    held = memory.of(sizes.of(_resolved(**keys, mesh__fsdp=4, sharding__layout="zero2")))
+    keys |= dict(mesh__fsdp=4, sharding__layout="zero2")
+    held = memory.of(sizes.of(_resolved(**keys, model__head_dim=128)))
     updated = held.peaks[memory.UPDATE]["updated parameters"]
     assert updated == pytest.approx(held.state["parameters"], rel=1e-3)
+    # Heads of 64 are filled up to the lanes of TPUs in new values of attention's weights.
+    held = memory.of(sizes.of(_resolved(**keys, model__head_dim=64)))
+    assert held.peaks[memory.UPDATE]["updated parameters"] > 1.01 * held.state["parameters"]
 
 
 def test_zero_bubble_that_does_not_fit_is_a_report(capsys):

@@ -97,26 +97,76 @@ def test_a_head_that_is_summed_in_fp32_is_its_own_gradient():
     assert found["bf16"] - found["bf16_fp32_reduce"] == pytest.approx(4 * head)
 
 
-WHOLE = dict(mesh__data=8, sharding__layout="ddp", remat="none")
+def _peaks(devices: int, keys, on_gpu: bool = True, device_bytes: int | None = None):
+    run = _run(**{"mesh__data": devices, "sharding__layout": "ddp"} | keys)
+    return memory.of(sizes.of(run), on_gpu=on_gpu, device_bytes=device_bytes).peaks
+
+
+def test_one_gpu_begins_nothing_before_it_is_needed():
+    """Gradients come behind the loss, arrays of the MLP are 6 and not 9, queries are not copied."""
+    keys = dict(model__positions="learned", remat="names", loss__chunks=2)
+    for chunks in (1, 2):
+        one, two = (
+            _peaks(num, keys | dict(batch__size=4 * num, loss__chunks=chunks)) for num in (1, 2)
+        )
+        assert "gradients" not in one[memory.END_OF_FORWARD]
+        assert two[memory.END_OF_FORWARD]["gradients"] > 0
+        assert "copies of activations" not in one[memory.BACKWARD]
+        assert two[memory.BACKWARD]["copies of activations"] > 0
+    run = _run(mesh__data=2, sharding__layout="ddp", batch__size=8)
+    of_mlp = 2 * sizes.of(run).tokens * run.model.mlp_dim
+    less = two[memory.BACKWARD]["a layer"] - one[memory.BACKWARD]["a layer"]
+    assert less == pytest.approx(3 * of_mlp)
+
+
+def test_rotated_queries_are_not_copied_where_nothing_is_gathered():
+    keys = dict(batch__size=8, remat="names")
+    assert "copies of activations" not in _peaks(2, keys)[memory.BACKWARD]
+    split = dict(mesh__data=1, mesh__fsdp=2, sharding__layout="zero3")
+    assert "copies of activations" in _peaks(2, keys | split)[memory.BACKWARD]
 
 
 @pytest.mark.parametrize(
-    ("keys", "number"),
+    ("keys", "copied"),
     [
-        (dict(mesh__fsdp=8, remat="none"), 4 / 8),
-        (dict(mesh__fsdp=8, remat="none", precision="pure_bf16"), 2 / 8),
-        (WHOLE, 2), (WHOLE | dict(precision="pure_bf16"), 0), (WHOLE | dict(precision="fp32"), 0),
+        ({}, True), (dict(remat="sqrt"), False), (dict(precision="fp32"), False),
+        (dict(model__num_layers=2), False),
+        (dict(mesh__data=1, mesh__fsdp=2, sharding__layout="zero3"), False),
     ],
 )  # fmt: skip
-def test_weights_are_saved_as_they_are_gathered_or_rounded(keys, number):
-    """Bytes of a number of the layers on a device; none of those that are multiplied as they are.
+def test_weights_that_fp8_turns_are_copied_before_a_loop_over_all_layers(keys, copied):
+    keys = dict(model__num_layers=8, remat="full") | keys
+    found = {
+        form: _peaks(2, keys | dict(products__format=form))[memory.BACKWARD].get(
+            "copies of weights and gradients", 0
+        )
+        for form in ("", "fp8")
+    }
+    assert (found["fp8"] > found[""]) == copied
 
-    Norms come beside them."""
-    counted = sizes.of(_run(**keys))
-    layers = sum(leaf.numbers for leaf in counted.weights)
-    assert memory.saved(counted, memory.GPU)["saved weights"] == pytest.approx(
-        number * layers, rel=5e-3, abs=1
+
+def test_an_update_holds_what_is_on_its_way():
+    """On GPUs, of whole gradients: the last one, and shares of new values; within what XLA lets
+    its schedule take."""
+    keys = dict(sharding__layout="zero1")
+    run = _run(mesh__data=8, **keys)
+    counted = sizes.of(run)
+    new = sum(4 * counted.local(leaf, "parameters") for leaf in counted.weights)
+    free = _peaks(8, keys)[memory.UPDATE]["updated parameters"]
+    split = _peaks(8, dict(sharding__layout="zero2"))[memory.UPDATE]["updated parameters"]
+    assert new < split < free
+    limit = 2**33
+    held = memory.of(counted, on_gpu=True, device_bytes=limit)
+    assert held.peaks[memory.UPDATE]["updated parameters"] == min(
+        free, round(0.95 * (0.8 * limit - sum(held.state.values())))
     )
+
+
+def test_layers_that_save_everything_have_no_gradients_in_the_loss():
+    for on_gpu in (False, True):
+        kept, other = (_peaks(8, dict(remat=text), on_gpu) for text in ("none", "full"))
+        assert "gradients" not in kept[memory.END_OF_FORWARD]
+        assert other[memory.END_OF_FORWARD]["gradients"] > 0
 
 
 @pytest.mark.parametrize(
