@@ -138,11 +138,28 @@ def of(run: Config, *, on_host: bool = False) -> dict[str, float]:
         if on_host == (run.offload.optimizer and len(leaf.shape) > 1):
             arrays = of_blocks if weight else of_others
             # Eight bits are for matrices only, and position tables are none.
-            in_fp32 = kept < 2 and (not leaf.is_matrix or "positions" in leaf.axes)
-            found["optimizer"] += arrays * numbers * (FP32 if in_fp32 else kept)
+            if kept < 2 and (not leaf.is_matrix or "positions" in leaf.axes):
+                found["optimizer"] += arrays * numbers * FP32
+            elif kept < 2:  # codes, and a byte for each block's scale
+                found["optimizer"] += arrays * (numbers + _scales(held, leaf))
+            else:
+                found["optimizer"] += arrays * numbers * kept
     if not on_host:
         found["masks"] = of_masks(run)
     return found
+
+
+def _scales(held: Held, leaf: Leaf) -> float:
+    """Scales of a moment in 8 bits on a device: split as its numbers, but whole along their blocks
+    where one crosses shards (`moments.scales_sharding`)."""
+    mesh, over = vars(held.run.mesh), vars(held.layout)["optimizer"]
+    dim = moments.block_dim(leaf.shape, leaf.axes)
+    split = sharding.split_axes(leaf.axes, over, mesh, leaf.shape)
+    ways = [math.prod(mesh[axis] for axis in axes) for axes in split]
+    size = leaf.shape[dim]
+    blocks = -(-size // min(moments.BLOCK, size))
+    whole = size % (ways[dim] * moments.BLOCK) > 0
+    return held.numbers(leaf, "optimizer") * ways[dim] / size * blocks / (1 if whole else ways[dim])
 
 
 def of_masks(run: Config) -> float:

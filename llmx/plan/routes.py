@@ -104,6 +104,15 @@ class Routes:
         sent = links.PASSES.get(message.kind, 1.0) * message.bytes * (1 - 1 / slices) / len(group)
         return inside + links.slices_route(sent, rates).duration()
 
+    def links_of(self, message: Message) -> str:
+        """Which links a message takes: those of one name carry one message after the other."""
+        if math.prod(map(self._outer, message.axes)) > 1:
+            return "between slices"
+        if not self.machine.on_gpu:  # an axis of a torus has its own
+            return ",".join(message.axes)
+        leaves = self._leaves_host(self._group(message.axes))
+        return "between hosts" if leaves else "inside a host"
+
     def _leaves_host(self, group: Sequence[int]) -> bool:
         return self.machine.on_gpu and len(np.unique(self._links.hosts[list(group)])) > 1
 

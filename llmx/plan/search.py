@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable
 from typing import Protocol
 
+from llmx import sharding
 from llmx.config import Config
 from llmx.plan import memory as memory_lib
 from llmx.plan import sizes, step_time
@@ -152,6 +153,13 @@ class Search:
         time, size = self._times[candidate], self.bytes_of(candidate)
         return Option(candidate, size, size <= limit, time.step, dict(time.parts))
 
+    def placed(self, candidate: Candidate, limit: float) -> Option | None:
+        """`option`; None where its mesh has no place on the machine's torus."""
+        try:
+            return self.option(candidate, limit)
+        except sharding.PlacementError:
+            return None
+
     def run_of(self, candidate: Candidate) -> Config | None:
         if self.own is not None and candidate == of_run(self.own):
             return self.own
@@ -243,10 +251,13 @@ class _Walk:
         self._seen.add(candidate)
         self.counted += 1
         if size > self.limit:
-            if len(self.too_large) < MOST_TOO_LARGE:
+            more = len(self.too_large) < MOST_TOO_LARGE
+            if more and self.search.placed(candidate, self.limit):
                 self.too_large.append(candidate)
             return size
-        option = self.search.option(candidate, self.limit)
+        option = self.search.placed(candidate, self.limit)
+        if option is None:
+            return None
         self.fitting.append(option)
         heapq.heappush(self._best, -option.step)
         if len(self._best) > self.keep:

@@ -9,6 +9,9 @@ compiled programs do not hide is added:
     activations over `tensor`      not hidden by one group of tokens; of several that take turns
                                    half of one group's
     all others                     a share, read from the programs of each compiler: `TPU`, `GPU`
+
+On the links of one kind messages take turns: what they take longer there than the step computes is
+waited for, whatever the shares say.
 """
 
 import collections
@@ -137,9 +140,31 @@ def of(run: Config, machine: Machine) -> StepTime:
     listed_messages = exchange.on(counted, machine.topology)
     messages = [(one, links.seconds(one) * one.count) for one in listed_messages]
     waits = _Waits(counted, passes, listed, overlap, turns)
-    for axes, seconds in waits.of(messages).items():
+    found = waits.of(messages)
+    for axes, seconds in _beyond(found, messages, links, sum(parts.values())).items():
+        found[axes] = found.get(axes, 0.0) + seconds
+    for axes, seconds in found.items():
         parts[f"{EXPOSED}: {axes}"] = seconds
     return StepTime(parts, compute, sum(seconds for _, seconds in messages), tuple(listed))
+
+
+def _beyond(
+    waited: dict[str, float], messages: list[tuple[Message, float]], links: routes.Routes,
+    computed: float,
+) -> dict[str, float]:  # fmt: skip
+    """What is left to be waited for, by mesh axes, of messages that take longer on links of one
+    kind than what the step computes and is known to wait for."""
+    by_links: dict[str, dict[str, float]] = {}
+    for one, seconds in messages:
+        axes, of_links = ",".join(one.axes), by_links.setdefault(links.links_of(one), {})
+        of_links[axes] = of_links.get(axes, 0.0) + seconds
+    found: dict[str, float] = {}
+    for of_links in by_links.values():
+        known = sum(min(waited.get(axes, 0.0), seconds) for axes, seconds in of_links.items())
+        if (beyond := sum(of_links.values()) - known - computed) > 0:
+            longest = max(of_links, key=of_links.get)
+            found[longest] = found.get(longest, 0.0) + beyond
+    return found
 
 
 def computed(counted: Sizes, machine: Machine) -> tuple[dict[str, float], list[Operator]]:

@@ -27,6 +27,7 @@ from llmx.sharding.mesh import (
     BATCH_AXES,
     TOKEN_AXES,
     MeshConfig,
+    PlacementError,
     assemble,
     make_mesh,
     mesh_text,
@@ -53,9 +54,9 @@ from llmx.sharding.trees import path_name
 
 __all__ = [
     "AXES", "BATCH_AXES", "GATHERS", "LAYOUTS", "TOKEN_AXES", "Layout", "MeshConfig", "Placement",
-    "ShardingConfig", "accumulate_into", "assemble", "constrain", "device_bytes", "empty_sum",
-    "exchanges", "from_local", "local_part", "logical_axes", "make_layout", "make_mesh",
-    "mesh_axes", "mesh_text", "path_name", "process_rows", "psum_scatter", "reduced", "regrouped",
-    "resolve_sizes", "scattered", "shardings", "spec", "split_as", "split_axes", "split_only",
-    "to_buffer", "to_local", "unreduced", "used_axes", "ways", "without", "zeros",
+    "PlacementError", "ShardingConfig", "accumulate_into", "assemble", "constrain", "device_bytes",
+    "empty_sum", "exchanges", "from_local", "local_part", "logical_axes", "make_layout",
+    "make_mesh", "mesh_axes", "mesh_text", "path_name", "process_rows", "psum_scatter", "reduced",
+    "regrouped", "resolve_sizes", "scattered", "shardings", "spec", "split_as", "split_axes",
+    "split_only", "to_buffer", "to_local", "unreduced", "used_axes", "ways", "without", "zeros",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax
 import numpy as np
@@ -57,6 +57,10 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
     return sizes
 
 
+class PlacementError(ValueError):
+    """A mesh for which jax finds no place on a torus of TPUs."""
+
+
 def make_mesh(
     sizes: Mapping[str, int], *, devices: Sequence[jax.Device] | None = None,
     across_slices: Sequence[str] = (), axis_type: AxisType = AxisType.Explicit,
@@ -66,7 +70,8 @@ def make_mesh(
     Inner axes get the fastest links. The sizes of the axes in `across_slices`, which cross the slow
     network, multiply to the number of slices (of processes, where the devices have no slices).
 
-    Raises ValueError where sizes and devices do not fit.
+    Raises ValueError where sizes and devices do not fit; `PlacementError` where jax cannot place
+    them on a torus, as some sizes on sides as 20 or 28.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = resolve_sizes(sizes, len(devices))
@@ -86,14 +91,29 @@ def make_mesh(
                 f"there are {num} {'slices' if by_slice else 'processes'}: make their sizes "
                 f"multiply to {num}, or set across_slices to ()"
             )
-        array = mesh_utils.create_hybrid_device_mesh(
-            inner, outer, process_is_granule=not by_slice, **options
-        )
+        with _placing(sizes, devices):
+            array = mesh_utils.create_hybrid_device_mesh(
+                inner, outer, process_is_granule=not by_slice, **options
+            )
     elif devices[0].platform == "cpu":
         array = np.array(devices).reshape(shape)
     else:
-        array = mesh_utils.create_device_mesh(shape, **options)
+        with _placing(sizes, devices):
+            array = mesh_utils.create_device_mesh(shape, **options)
     return Mesh(array, tuple(sizes), axis_types=(axis_type,) * len(sizes))
+
+
+@contextlib.contextmanager
+def _placing(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError, AssertionError, NotImplementedError) as error:
+        kind = getattr(devices[0], "device_kind", devices[0].platform)
+        raise PlacementError(
+            f"mesh {mesh_text(sizes)}: jax cannot place it on these {len(devices)} {kind} devices "
+            f"({error}): let an axis take a whole side of their torus, or exchange two sizes; "
+            "python -m llmx.plan --search finds the fastest mesh that has a place"
+        ) from error
 
 
 def within(mesh: Mesh | AbstractMesh) -> contextlib.AbstractContextManager:

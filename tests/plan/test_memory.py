@@ -165,8 +165,10 @@ def test_a_recipe_without_devices_has_the_shapes_of_one_with_them(name):
     assert told[0] == told[1] and len(told[0]) > 20
 
 
-def test_eight_bit_moments_take_a_scale_for_32_numbers():
-    run = _resolved(optimizer__moments="int8", mesh__fsdp=2)
+@pytest.mark.parametrize("fsdp", [2, 4, 8])
+def test_eight_bit_moments_take_a_scale_for_32_numbers(fsdp):
+    """And each device those of a whole dimension, where a block crosses shards."""
+    run = _resolved(optimizer__moments="int8", mesh__fsdp=fsdp)
     state = make_recipe(run, devices=H100).abstract
     held = sharding.device_bytes([leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim])
     assert memory.state(sizes.of(run))["optimizer"] == pytest.approx(held, rel=0.02)

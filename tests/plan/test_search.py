@@ -15,7 +15,16 @@ from llmx import config, sharding
 from llmx.config import ConfigError
 from llmx.model import families
 from llmx.plan import __main__ as command
-from llmx.plan import auto, candidates, machines, partition, search, search_bounds, search_report
+from llmx.plan import (
+    auto,
+    candidates,
+    machines,
+    partition,
+    search,
+    search_bounds,
+    search_report,
+    step_time,
+)  # fmt: skip
 from llmx.plan.options import pasted
 from llmx.plan.partition import Layer
 
@@ -143,6 +152,35 @@ def test_a_search_that_is_cut_short_says_so_wherever_it_ends(monkeypatch):
         for one in (links, network):  # only those that were shown are timed again
             assert "at least" in one or "nothing for those that are the fastest now" in one
         assert ("at least" in with_more or "fastest now" in with_more) == said
+
+
+NO_PLACE = dict(data=5, fsdp=2, sequence=8, tensor=4)
+
+
+def test_a_mesh_without_a_place_on_the_torus_is_an_error(capsys):
+    flags = [f"--config.mesh.{axis}={size}" for axis, size in NO_PLACE.items()]
+    config = f"--config={ROOT}/configs/llama3_8b.py"
+    args = [config, "--machine=v5p:4x4x20", "--config.batch.size=320", *flags]
+    code, printed = _run(capsys, *args, "--config.sharding.layout=hsdp")
+    assert code == 2
+    for word in ("data5 x fsdp2 x sequence8 x tensor4", "320 TPU v5", "whole side", "--search"):
+        assert word in printed.err
+
+
+def test_a_search_passes_over_meshes_without_a_place():
+    """Which are most of some machines: here all but one of them."""
+    machine = machines.parse("h100:1x4")
+    space = _space(_config(), machine)
+
+    def time(run, machine):
+        if run.mesh.tensor < 4:
+            raise sharding.PlacementError("no place")
+        return step_time.of(run, machine)
+
+    for limit in (60 * 2**30, 2**20):
+        found = search.Search(space, machine, time=time).find(limit=limit)
+        placed = found.options if limit > 2**30 else found.too_large
+        assert placed and {one.candidate.tensor for one in placed} == {4}
 
 
 def test_one_option_has_no_second(capsys):

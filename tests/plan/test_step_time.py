@@ -289,6 +289,22 @@ def test_rates_of_both_kinds_are_those_of_aot():
         assert machine.rates == links.rates_of(machine.topology.chip)
 
 
+def test_no_step_is_shorter_than_the_messages_of_one_kind_of_links():
+    """However much of a message the programs hide: there must be something to compute beside it."""
+    machine = machines.parse("h100:2x8")
+    run = _resolved(
+        mesh__data=16, mesh__fsdp=1, sharding__layout="zero1", batch__size=16,
+        batch__sequence_length=128, model__width=4096, model__mlp_dim=16384, model__num_layers=2,
+    )  # fmt: skip
+    found = step_time.of(run, machine)
+    routed = routes.Routes(machine, sizes.of(run).mesh, ())
+    messages = traffic.of(sizes.of(run), turns=1, on_gpu=True)
+    assert {routed.links_of(one) for one in messages} == {"between hosts"}
+    on_links = sum(routed.seconds(one) * one.count for one in messages)
+    assert found.communication == pytest.approx(on_links)
+    assert found.compute < on_links <= found.step * (1 + 1e-9)
+
+
 def test_no_wait_is_longer_than_the_messages():
     """Of a pipeline with one layer a stage the edges would be more than all its layers."""
     run = _resolved(
