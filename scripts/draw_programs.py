@@ -17,6 +17,7 @@ import argparse
 import pathlib
 import random
 
+from llmx import sharding
 from llmx.aot import topologies
 from llmx.config import flags as flags_lib
 from llmx.model import families
@@ -53,9 +54,13 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--count", type=int, default=12)
-    parser.add_argument("--axis", help="a mesh axis that has more than one device")
+    parser.add_argument(
+        "--axis", choices=sharding.AXES, help="a mesh axis that has more than one device"
+    )
     parser.add_argument("--published", action="store_true", help="models of published shapes")
     flags = parser.parse_args()
+    if flags.published and flags.axis == "expert":
+        parser.error("--axis expert: no published shape that is drawn has experts")
     rng, found = random.Random(flags.seed), 0
     while found < flags.count:
         program = draw_published(rng) if flags.published else draw(rng)

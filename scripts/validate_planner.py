@@ -82,6 +82,15 @@ def main() -> None:
     flags = parser.parse_args()
     if flags.times is None and flags.programs is None and flags.cpu is None and not flags.search:
         parser.error("nothing to compare: add --times, --programs, --search or --cpu")
+    if flags.splits < 0:
+        parser.error(f"--splits {flags.splits}: give 0 or more")
+    try:
+        compare(flags)
+    except (OSError, ValueError) as error:  # of a file that the user gave
+        parser.error(str(error))
+
+
+def compare(flags: argparse.Namespace) -> None:
     if flags.search:
         compare_search()
     if flags.cpu is not None:

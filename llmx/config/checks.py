@@ -68,15 +68,16 @@ def resolve(
         config = starting.adopted(config)
     except ValueError as error:
         raise ConfigError([*found, str(error)]) from error
-    found += [*_sections(config), *_mesh(config, num_devices)]
-    found += _start(config)
+    found += _sections(config)
+    if "model.num_" in " ".join(line[:10] for line in found):  # no parameters have such shapes
+        raise ConfigError(found)
+    found += [*_mesh(config, num_devices), *_start(config)]
     of_decoder = (
         adapter_checks, pruning_checks, quantization_checks, packed_checks, distillation_checks
     )  # fmt: skip
     for checks in of_decoder if config.model.is_decoder else (own_checks,):
         found += checks.problems(config)
-    found += table_checks.problems(config)
-    found += preference_checks.problems(config)
+    found += [*table_checks.problems(config), *preference_checks.problems(config)]
     if found:
         raise ConfigError(found)
     return config

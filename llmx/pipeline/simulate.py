@@ -1,6 +1,7 @@
 """When each operation of a schedule runs, and how long the whole takes."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -33,6 +34,8 @@ def simulate(
     and then a message if one is sent. Without, a stage begins an operation as soon as its inputs
     are there, and sends while it works.
     """
+    if not (math.isfinite(transfer) and transfer >= 0):
+        raise ValueError(f"transfer={transfer}: use seconds from 0 on")
     chunks = np.ones(table.num_chunks) / table.chunks_per_stage
     times = [
         chunks * seconds if np.ndim(seconds) == 0 else np.asarray(seconds, float)

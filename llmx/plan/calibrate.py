@@ -135,6 +135,9 @@ def run(
     return found
 
 
+_LEAST_SECONDS = 1e-12  # less was not measured
+
+
 def _read(path: pathlib.Path, machine: Mapping[str, Any]) -> dict[Key, float]:
     if not path.exists():
         return {}
@@ -151,17 +154,17 @@ def _read(path: pathlib.Path, machine: Mapping[str, Any]) -> dict[Key, float]:
             f"{path} holds measurements of {of}, and this is {machine}: remove it, or give another "
             "--out"
         )
-    found = {}
+    found, kept = {}, lines[:1]
     for line in lines[1:]:
         try:
             key, seconds = json.loads(line)
             key, seconds = tuple(key), float(seconds)
-        except (ValueError, TypeError):  # the end of a run that was killed while it wrote
-            break
-        if not 0 < seconds < math.inf:
-            break
-        found[key] = seconds
-    whole = "".join(f"{one}\n" for one in lines[: 1 + len(found)])
+            if _LEAST_SECONDS < seconds < math.inf:
+                found[key] = seconds
+                kept.append(line)
+        except (ValueError, TypeError, OverflowError):
+            continue  # the end of a run that was killed while it wrote; it is measured again
+    whole = "".join(f"{one}\n" for one in kept)
     if whole != text:  # perhaps only the end of the last line is missing
         path.write_text(whole)
     return found
@@ -344,7 +347,11 @@ def main(argv: Sequence[str]) -> int:
     machine = this_machine() | {"quick": args.quick}
     name = _family(machine["device_kind"]) or _name_of(machine["device_kind"])
     out = pathlib.Path(args.out or f"{name}.json")
-    part = out.with_name(f"{out.name}.part")
+    part, written = (out.with_name(f"{out.name}.{end}") for end in ("part", "new"))
+    for path in (out, part, written):
+        if path.exists() and not path.is_file():
+            print(f"--out {out}: {path} is no file: give another --out", file=sys.stderr)
+            return 2
     platform = "cpu" if machine["device_kind"] == "cpu" else "accelerator"
     keys = keys_of(platform, machine["num_devices"], args.quick)
     if platform != "cpu" and machine["device_kind"] not in hardware.DEVICE_KINDS:
@@ -361,7 +368,6 @@ def main(argv: Sequence[str]) -> int:
         return STOPPED
     about = machine | {"date": datetime.date.today().isoformat()}
     own = hardware_of({key: found[key] for key in keys}, name, about)
-    written = out.with_name(f"{out.name}.new")
     written.write_text(json.dumps(hardware_file.to_json(own), indent=1) + "\n")
     written.replace(out)
     part.unlink()

@@ -53,9 +53,19 @@ class Errors:
 
 
 def read(path: str | pathlib.Path) -> list[Program]:
-    lines = pathlib.Path(path).read_text().splitlines()
-    values = map(json.loads, filter(None, lines))
-    return [Program(**of | {"flags": tuple(of["flags"])}) for of in values]
+    """ValueError, naming the line, for one that is no program."""
+    found = []
+    for number, line in enumerate(pathlib.Path(path).read_text().splitlines(), 1):
+        try:
+            if line:
+                of = json.loads(line)
+                found.append(Program(**of | {"flags": tuple(of["flags"])}))
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"{path}, line {number} is no program ({error!r}): write one as "
+                "scripts/draw_programs.py prints them"
+            ) from error
+    return found
 
 
 def to_line(program: Program) -> str:

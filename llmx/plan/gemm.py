@@ -144,7 +144,9 @@ def seconds(
     curve = _curve(m, n, k, dtype, core, batch, out or dtype)
     if not core.calibration.table:
         return core.calibration.start + curve
-    return core.calibration.start + curve / _correction(m, n, k, dtype, core)
+    # However few rows a table has: no product beats the peak.
+    least = 2.0 * batch * m * n * k / _peak(dtype, core)
+    return core.calibration.start + max(least, curve / _correction(m, n, k, dtype, core))
 
 
 def memory_seconds(num_bytes: float, core: Core) -> float:

@@ -42,6 +42,7 @@ _SHARES = ("products", "memory", "attention", "cudnn", "links", "network", "shar
 _FLOPS = sorted({name for chip in hardware.CHIPS.values() for name in chip.flops})
 # Per second, of any device: less is in another unit.
 _RATES, _LEAST_RATE = ("flops", "hbm_bandwidth", "link_bandwidth", "network_bandwidth"), 1e6
+_MOST = 1e30  # of any number
 # Of memory: less is in GB, not in bytes.
 _BYTES, _LEAST_BYTES = ("hbm_bytes", "usable_bytes"), 2**20
 _MAY_BE_ZERO = ("start", "host", "collective", "hop", "network_hop", "num_links", "link_bandwidth",
@@ -82,16 +83,29 @@ def read(path: str | pathlib.Path) -> Hardware:
         ) from error
     try:
         return of(json.loads(text))
+    except RecursionError as error:
+        raise ValueError(f"hardware file {path} is nested too deeply: correct it there") from error
     except json.JSONDecodeError as error:
         raise ValueError(f"hardware file {path} is no JSON: {error}: correct it there") from error
     except ValueError as error:
         raise ValueError(f"hardware file {path}: {error}") from error
 
 
+def _check_sizes(values: Any) -> None:
+    """ValueError for a number that no machine has, and that no float holds."""
+    if isinstance(values, dict | list):
+        for one in values.values() if isinstance(values, dict) else values:
+            _check_sizes(one)
+    elif isinstance(values, int | float) and abs(values) > _MOST:
+        said = f"{values:.3g}" if isinstance(values, float) else f"of {len(str(values))} digits"
+        raise ValueError(f"a number {said}: use at most {_MOST:g}")
+
+
 def of(values: Any) -> Hardware:
     """The hardware of the file's values. ValueError for what is wrong."""
     if not isinstance(values, dict):
         raise ValueError(f"holds a {type(values).__name__}: write one object, {{...}}")
+    _check_sizes(values)
     fields = {field.name for field in dataclasses.fields(Chip)}
     _known("key", values, [*_OTHERS, *sorted(fields - {"name"})])
     name = values.get("name")

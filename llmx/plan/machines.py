@@ -14,7 +14,7 @@ from llmx.plan.hardware_file import Hardware
 CPU = "cpu"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Machine:
     """Devices, how they are joined, and how fast they are."""
 

@@ -78,14 +78,31 @@ class Table(NamedTuple):
 
 
 def read(path: pathlib.Path) -> Table:
-    """A CSV file of either form. ValueError where its columns are of neither."""
+    """A CSV file of either form. ValueError where its columns are of neither, or a row is
+    wrong."""
     with path.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    columns = set(rows[0]) if rows else set()
+        reader = csv.DictReader(file)
+        rows, columns = list(reader), set(reader.fieldnames or ())
     for wanted, trainer, parse in FORMS:
         if wanted <= columns:
-            return Table(path.stem, trainer, [parse(row) for row in rows])
+            return Table(path.stem, trainer, _steps(path, rows, parse))
     raise ValueError(f"{path} has columns {sorted(columns)}: of neither form in {__name__}")
+
+
+def _steps(path: pathlib.Path, rows: list[dict], parse: Callable) -> list[Step]:
+    """ValueError for rows that hold no measured step, and where there are none."""
+    found = []
+    for number, row in enumerate(rows, 1):
+        try:
+            step = parse(row)
+        except (ValueError, TypeError, ZeroDivisionError) as error:
+            raise ValueError(f"{path}, row {number}: {error}: correct or remove it") from error
+        if not 0 < step.seconds < math.inf:
+            raise ValueError(f"{path}, row {number}: no time above 0: correct or remove it")
+        found.append(step)
+    if not found:
+        raise ValueError(f"{path} has no rows: give a table of measured steps")
+    return found
 
 
 _OF_VTRAIN = {

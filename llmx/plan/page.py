@@ -6,6 +6,7 @@ loaded. A section that the report does not have is left out.
 
 import collections
 import html
+import math
 import pathlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -108,13 +109,22 @@ def _step_card(report: Report) -> str:
     )  # fmt: skip
 
 
+def _given(report: Report) -> str:
+    """Of the run's steps, where their time was given and not counted."""
+    run, counted = report["duration"], report.get("time")
+    seconds = run.get("step_seconds")
+    if not seconds or (counted and math.isclose(seconds, counted["step"])):
+        return ""
+    return f" of {page_text.duration(seconds)}, as --step-seconds says: MFU {run['mfu']:.1%}"
+
+
 def _run_card(report: Report) -> str:
     if (run := report.get("duration")) is None:
         return ""
     cost = "" if run.get("dollars") is None else f", {run['dollars']:,.0f} dollars"
     return page_html.card(
         "And the whole run?", f"{run['seconds'] / 86400:,.2f} days",
-        _line(f"{page_text.count(run['tokens'])} tokens in {run['steps']:,} steps; "
+        _line(f"{page_text.count(run['tokens'])} tokens in {run['steps']:,} steps{_given(report)}; "
               f"{run['device_hours']:,.0f} device hours{cost}"),
         _line(f"goodput {run['goodput']:.1%} with a checkpoint every {run['interval']:,} steps"),
     )  # fmt: skip
@@ -335,7 +345,7 @@ def _duration(report: Report) -> str:
         return page_html.section("The whole run", _line(why), name="duration") if why else ""
     days = lambda of: f"{of['seconds'] / 86400:,.2f} days, goodput {of['goodput']:.1%}"  # noqa: E731
     rows = [
-        ("tokens", f"{page_text.count(run['tokens'])} in {run['steps']:,} steps"),
+        ("tokens", f"{page_text.count(run['tokens'])} in {run['steps']:,} steps{_given(report)}"),
         ("with the best interval", f"{days(run)}; a checkpoint every {run['interval']:,} steps"),
     ]
     if own := run.get("as_configured"):

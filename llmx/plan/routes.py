@@ -27,6 +27,25 @@ class _Chip:
     platform: str = "tpu"
 
 
+@functools.lru_cache(maxsize=8)
+def _chips(shape: tuple[int, ...], dies: int, kind: str) -> tuple[_Chip, ...]:
+    places = itertools.product(*(range(size) for size in reversed(shape)), range(dies))
+    return tuple(
+        _Chip(number, tuple(reversed(place[:3])), place[3], kind)
+        for number, place in enumerate(places)
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _positions(
+    shape: tuple[int, ...], dies: int, kind: str, mesh: tuple[tuple[str, int], ...]
+) -> np.ndarray:
+    """int[devices, 4], of a mesh that jax places on a torus: coordinates and die. Many candidates
+    of a search have the same mesh."""
+    placed = sharding.make_mesh(dict(mesh), devices=_chips(shape, dies, kind))
+    return np.array([(*chip.coords, chip.core_on_chip) for chip in placed.devices.flat])
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Routes:
     """The links between the devices of a mesh on a machine."""
@@ -62,14 +81,8 @@ class Routes:
             return links.Hosts(np.arange(topology.num_devices) // topology.shape[1],
                                self.machine.rates)  # fmt: skip
         shape = (*topology.shape, 1, 1)[:3]
-        dies = topology.chip.devices_per_chip
-        places = itertools.product(*(range(size) for size in reversed(shape)), range(dies))
-        chips = [
-            _Chip(number, tuple(reversed(place[:3])), place[3], topology.device_kind)
-            for number, place in enumerate(places)
-        ]
-        mesh = sharding.make_mesh(self._inner, devices=chips)
-        positions = np.array([(*chip.coords, chip.core_on_chip) for chip in mesh.devices.flat])
+        kind, dies = topology.device_kind, topology.chip.devices_per_chip
+        positions = _positions(shape, dies, kind, tuple(self._inner.items()))
         wraps = (*topologies.wraps(topology.shape), False, False)[:3]
         return links.Torus(positions, shape, wraps, self.machine.rates)
 
@@ -85,24 +98,47 @@ class Routes:
 
         Raises ValueError for one that leaves its slice or host where no bandwidth is known there.
         """
-        rates, group = self.machine.rates, self._group(message.axes)
+        rates, group = self.machine.rates, self._members(message)
         slices = math.prod(map(self._outer, message.axes))
-        if message.kind != "collective-permute" and message.size < len(group):
-            group = group[: message.size]  # neighbours along an axis
         if rates.network is None and (slices > 1 or self._leaves_host(group)):
             raise ValueError(self._unknown(message))
         if message.kind == "collective-permute":
             if slices > 1:
                 return links.slices_route(message.bytes, rates).duration()
-            pairs = list(zip(group, (*group[1:], group[0]), strict=True))
-            return self._links.route(message.kind, message.bytes, pairs).duration()
-        inside = 0.0
-        if len(group) > 1:
-            inside = self._links.route(message.kind, message.bytes, [group]).duration()
+            return self._inside(message)
+        inside = self._inside(message) if len(group) > 1 else 0.0
         if slices == 1:
             return inside
         sent = links.PASSES.get(message.kind, 1.0) * message.bytes * (1 - 1 / slices) / len(group)
         return inside + links.slices_route(sent, rates).duration()
+
+    def _members(self, message: Message) -> tuple[int, ...]:
+        """The first group of devices that exchange a message."""
+        group = self._group(message.axes)
+        if message.kind == "collective-permute":
+            return group
+        return group[: message.size]  # neighbours along an axis, where it is not all
+
+    def _inside(self, message: Message) -> float:
+        """Seconds on the links of one slice, or of the hosts."""
+        if not isinstance(self._links, links.Torus):
+            return self._route(message, message.bytes).duration()
+        key = message.kind, message.axes, message.size
+        if key not in self._of_a_byte:  # on a torus the time of the bytes grows as they do
+            self._of_a_byte[key] = self._route(message, 1.0)
+        route = self._of_a_byte[key]
+        return route.latency + max(route.seconds.values(), default=0.0) * message.bytes
+
+    @functools.cached_property
+    def _of_a_byte(self) -> dict[tuple, links.Route]:
+        return {}
+
+    def _route(self, message: Message, num_bytes: float) -> links.Route:
+        group = self._members(message)
+        groups = [group]
+        if message.kind == "collective-permute":
+            groups = list(zip(group, (*group[1:], group[0]), strict=True))
+        return self._links.route(message.kind, num_bytes, groups)
 
     def links_of(self, message: Message) -> str:
         """Which links a message takes: those of one name carry one message after the other."""
@@ -125,3 +161,10 @@ class Routes:
             'hardware file, "rates": {"network": BYTES_PER_SECOND_OF_A_DEVICE}, with --hardware '
             "(docs/plan.md)"
         )
+
+
+@functools.lru_cache(maxsize=256)
+def on(machine: Machine, mesh: tuple[tuple[str, int], ...], across: tuple[str, ...]) -> Routes:
+    """Of the mesh axes with their sizes: the same object for the same mesh, of which a search times
+    many candidates."""
+    return Routes(machine, dict(mesh), across)

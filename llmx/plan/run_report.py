@@ -259,7 +259,7 @@ def _duration(
         problem = str(error)
     exact = costs.training_flops_per_token(run.model, sequence_length=run.batch.sequence_length)
     shares = utilization.of(run, chip, topology.num_devices).shares(per_step / step)
-    flops = {"6PD": 6.0 * costs.num_parameters(run.model) * tokens, "exact": exact * tokens}
+    flops = {"6PD": 6.0 * costs.num_active_parameters(run.model) * tokens, "exact": exact * tokens}
     cost = "" if found.dollars is None else f", {found.dollars:,.0f} dollars"
     if found.kilowatt_hours is not None:
         cost += f", {found.kilowatt_hours:,.0f} kWh of the chips"
@@ -278,7 +278,7 @@ def _duration(
         )
     if problem:
         lines.append(f"  as configured, checkpoint.every={every}: {problem}")
-    report = dataclasses.asdict(found) | {"flops": flops} | shares
+    report = dataclasses.asdict(found) | {"flops": flops, "step_seconds": step} | shares
     return report | {"as_configured": own and dataclasses.asdict(own)}, lines
 
 

@@ -136,7 +136,7 @@ def of(run: Config, machine: Machine) -> StepTime:
     parts, listed = computed(counted, machine)
     compute = sum(parts.values()) - parts.get(BUBBLE, 0.0)
     turns = recipe.turns_of(run, machine.topology.device_kind)
-    links = routes.Routes(machine, counted.mesh, tuple(run.mesh.across_slices))
+    links = routes.on(machine, tuple(counted.mesh.items()), tuple(run.mesh.across_slices))
     listed_messages = exchange.on(counted, machine.topology)
     messages = [(one, links.seconds(one) * one.count) for one in listed_messages]
     waits = _Waits(counted, passes, listed, overlap, turns)

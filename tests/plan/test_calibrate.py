@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import types
 
 import jax
@@ -180,6 +181,40 @@ def test_the_shape_of_devices(name):
     if topology.platform == "tpu":
         assert calibrate.shape_of(devices[:1] + devices[-1:]) == ""
     assert calibrate.shape_of(jax.devices()) == str(jax.device_count())
+
+
+@pytest.mark.parametrize("line", ["", "{", '[["start", []], 1.0]', '[["start"], 1e-300]',
+                                  f'[["start"], {10**400}]'])  # fmt: skip
+def test_one_bad_line_loses_no_other(line, tmp_path):
+    keys = calibrate.keys_of("cpu", 1, True)
+    path = tmp_path / "cpu.json.part"
+    calibrate.run(path, ABOUT, keys, fake, lambda text: None)
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join([*lines[:5], line, *lines[6:]]) + "\n")
+    again = []
+    clock = lambda key: again.append(key) or fake(key)  # noqa: E731
+    assert set(calibrate.run(path, ABOUT, keys, clock, lambda text: None)) == set(keys)
+    assert len(again) == 1
+
+
+def test_what_is_no_file_is_not_written_over(tmp_path, capsys):
+    out = tmp_path / "pipe.json"
+    os.mkfifo(out)
+    assert calibrate.main(["--out", str(out), "--quick"]) == 2
+    assert "is no file: give another --out" in capsys.readouterr().err
+    (tmp_path / "cpu.json.new").mkdir()
+    assert calibrate.main(["--out", str(tmp_path / "cpu.json"), "--quick"]) == 2
+    assert "cpu.json.new is no file" in capsys.readouterr().err
+
+
+def test_no_row_of_a_table_beats_the_peak():
+    core = machines.parse("v5p:2x2x2").core
+    wrong = dataclasses.replace(
+        core.calibration, table=(gemm.Measured(1, 1, 1, "bfloat16", 1.0),)
+    )  # fmt: skip
+    core = dataclasses.replace(core, calibration=wrong)
+    seconds = gemm.seconds(4096, 4096, 4096, "bfloat16", core)
+    assert seconds >= 2 * 4096**3 / core.chip.peak("bfloat16")[0]
 
 
 def test_blocks_of_attention_are_counted():

@@ -101,6 +101,7 @@ def test_the_report_has_days_cost_and_an_interval(capsys):
     assert told["flops"]["6PD"] == pytest.approx(6 * 8.030e9 * 1e12, rel=1e-3)
     assert told["flops"]["6PD"] < told["flops"]["exact"]
     assert 0.2 < told["mfu"] < 0.5
+    assert told["step_seconds"] == 1.5
     code, printed = _run(capsys, "--step-seconds=1.5", "--config.checkpoint.every=7")
     assert code == 0 and "as configured, checkpoint.every=7: goodput" in printed.out
 

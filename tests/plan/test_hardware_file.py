@@ -74,6 +74,8 @@ def test_the_whole_report_works_for_it(values, name, tmp_path, capsys):
         ({"base": "h400"}, "base='h400' is unknown: use one of v4, "),
         ({"hbm_byte": 1}, "key 'hbm_byte' is unknown: did you mean 'hbm_bytes'?"),
         ({"hbm_bandwidth": -1.0}, "hbm_bandwidth=-1.0: use more than 0"),
+        ({"hbm_bandwidth": 10**400}, "a number of 401 digits: use at most 1e+30"),
+        ({"calibration": {"streamed": [[10**300, 1]]}}, "a number of 301 digits"),
         ({"hbm_bandwidth": "3e12"}, "hbm_bandwidth='3e12' is a str: write a number"),
         ({"hbm_bandwidth": float("nan")}, "hbm_bandwidth=nan: write a number that is finite"),
         ({"hbm_bytes": 1.5}, "hbm_bytes=1.5: write a whole number, without point and exponent"),

@@ -53,6 +53,14 @@ def searched(report):
     }}  # fmt: skip
 
 
+def test_a_step_that_was_given_is_on_the_page(tmp_path):
+    path = tmp_path / "page.html"
+    given = ["--config=configs/llama3_8b.py", "--machine=v5p:2x2x2", f"--html={path}"]
+    for more, is_there in (["--step-seconds=5"], True), ([], False):
+        assert command.main([*given, *more]) == 0
+        assert ("as --step-seconds says: MFU" in path.read_text()) == is_there
+
+
 def test_the_page_has_all_sections_and_the_figures_of_the_report(capsys, tmp_path):
     report, text = planned(LLAMA, capsys, tmp_path / "plan.html")
     parsed = check(text)

@@ -20,6 +20,7 @@ from llmx.plan import (
     candidates,
     machines,
     partition,
+    run_report,
     search,
     search_bounds,
     search_report,
@@ -165,6 +166,17 @@ def test_a_mesh_without_a_place_on_the_torus_is_an_error(capsys):
     assert code == 2
     for word in ("data5 x fsdp2 x sequence8 x tensor4", "320 TPU v5", "whole side", "--search"):
         assert word in printed.err
+
+
+@pytest.mark.parametrize("name", ["v5e:2x2", "h100:1x4"])
+def test_what_is_listed_is_what_the_report_counts(name):
+    """On v5e sums are exchanged in parts, of which the head's gradient takes less."""
+    machine = machines.parse(name)
+    space = _space(_config(), machine)
+    found = search.Search(space, machine).find(limit=1e15).options
+    for one in found[:20]:
+        held, _ = run_report.count(space.run(one.candidate), machine.topology)
+        assert held.peak == one.memory
 
 
 def test_a_search_passes_over_meshes_without_a_place():
