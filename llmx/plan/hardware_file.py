@@ -96,8 +96,8 @@ def _check_sizes(values: Any) -> None:
     if isinstance(values, dict | list):
         for one in values.values() if isinstance(values, dict) else values:
             _check_sizes(one)
-    elif isinstance(values, int | float) and abs(values) > _MOST:
-        said = f"{values:.3g}" if isinstance(values, float) else f"of {len(str(values))} digits"
+    elif isinstance(values, int) and abs(values) > _MOST:
+        said = f"of {len(str(values))} digits"
         raise ValueError(f"a number {said}: use at most {_MOST:g}")
 
 

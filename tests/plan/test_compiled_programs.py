@@ -108,6 +108,18 @@ def test_programs_that_were_drawn(name):
         assert abs(error) <= 0.02 or abs(error * sent - half.get(axes, 0.0)) <= 0.02 * sent, axes
 
 
+FEW_GPUS = compiled_programs.read(ROOT / "tests" / "golden" / "few_gpus.jsonl")
+
+
+def test_programs_of_few_gpus():
+    """One GPU, two, or whole parameters on each: where little or nothing is gathered."""
+    found = [compiled_programs.errors(program, ROOT / "configs") for program in FEW_GPUS]
+    peaks, steps = ([abs(one.peak) for one in found], [abs(one.step) for one in found])
+    assert len(found) >= 30 and np.mean(peaks) <= 0.03 and max(peaks) <= 0.08
+    assert np.mean(steps) <= 0.1
+    assert all(abs(error) <= 0.02 for one in found for error in one.sent.values())
+
+
 @pytest.mark.parametrize(
     ("keys", "unread"), [({}, 2), (dict(mesh__fsdp=2, mesh__tensor=2), 0)], ids=["fsdp", "tensor"]
 )
