@@ -1,7 +1,6 @@
 """The configurations that a search compares: every way to run a config on so many devices.
 
-The model, the optimizer, the precision, the global batch and the chunks of the loss stay. What varies
-is
+The model, the optimizer, the precision, the global batch and the loss's chunks stay. What varies is
 
     mesh           each way to write the devices as stage x data x fsdp x expert x sequence x
                    tensor; `expert` of models with routed experts, whose number it divides
