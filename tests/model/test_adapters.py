@@ -78,14 +78,17 @@ def test_loss_and_gradient_are_those_of_merged_weights(family):
     assert all(jnp.abs(leaf).max() > 0 for leaf in jax.tree.leaves(wanted))
 
 
-def test_the_first_step_is_the_models_own_and_nothing_frozen_moves():
-    recipe = recipe_of(precision="bf16", optimizer__weight_decay=0.1)
+# In bf16 a step rounds in other places than an evaluation, whose layers have no checkpoint.
+@pytest.mark.parametrize(("precision", "near"), [("fp32", 1e-6), ("bf16", 2**-9)])
+def test_the_first_step_is_the_models_own_and_nothing_frozen_moves(precision, near):
+    recipe = recipe_of(precision=precision, optimizer__weight_decay=0.1)
     state = recipe.init(0)
     frozen = trees.named(state.frozen)
     matrices = {name for name, leaf in frozen.items() if leaf.dtype == jnp.bfloat16}
-    assert set(frozen) - matrices == {name for name in frozen if name.endswith("norm/scale")}
+    if precision == "bf16":
+        assert set(frozen) - matrices == {name for name in frozen if name.endswith("norm/scale")}
     assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {jnp.dtype(np.float32)}
-    plain = recipe_of(precision="bf16", adapters__rank=0, adapters__alpha=16.0)
+    plain = recipe_of(precision=precision, adapters__rank=0, adapters__alpha=16.0)
     before, batch = jax.device_get(state.frozen), packed.batches(2, rows=4, length=12, vocab=261)
     train_step, of_plain = runs.make_train_step(recipe), runs.make_evaluation(plain)
     with jax.set_mesh(recipe.mesh):
@@ -96,7 +99,7 @@ def test_the_first_step_is_the_models_own_and_nothing_frozen_moves():
         for one in batch:
             state, report = train_step(state, runs.put_batch(recipe, one))
             if int(state.step) == 1:
-                np.testing.assert_allclose(report.loss, nats / tokens, rtol=1e-6)
+                np.testing.assert_allclose(report.loss, nats / tokens, rtol=near)
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state.frozen), before)
     assert all(np.abs(jax.device_get(leaf)).max() > 0 for leaf in jax.tree.leaves(state.params))
 
