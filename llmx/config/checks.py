@@ -69,7 +69,7 @@ def resolve(
     except ValueError as error:
         raise ConfigError([*found, str(error)]) from error
     found += _sections(config)
-    if "model.num_" in " ".join(line[:10] for line in found):  # no parameters have such shapes
+    if list(bounds.problems(config.model, "model.")):  # no parameters have such shapes
         raise ConfigError(found)
     found += [*_mesh(config, num_devices), *_start(config)]
     of_decoder = (

@@ -460,9 +460,10 @@ def _layer_bytes(sizes: Sizes) -> float:
 
 def _updated(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> float:
     """New parameters beside the old ones, where they are gathered after the update. A head whose
-    gradient XLA:TPU keeps whole is updated before the others, and in its place."""
-    alone = not on_gpu and sizes.run.batch.accumulation == 1
-    in_place = sizes.head.name if alone and _keeps_whole_head(sizes) else None
+    gradient XLA:TPU keeps whole is updated before the others, and in its place, if there is one
+    microbatch; and it fills heads up to whole lanes in new values of attention's weights."""
+    at_once = not on_gpu and sizes.run.batch.accumulation == 1
+    in_place = sizes.head.name if at_once and _keeps_whole_head(sizes) else None
     gathered = [
         leaf for leaf in leaves(sizes.run.model)
         if leaf.name != in_place
@@ -484,7 +485,7 @@ def _updated(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> float:
         found += sum(shares[-IN_FLIGHT:])
         found += max(sizes.reduce_bytes * sizes.local(leaf, "gradients") for leaf in whole)
         if device_bytes:
-            found = min(found, _scheduled(sizes, device_bytes))
+            found = max(0.0, min(found, _scheduled(sizes, device_bytes)))
     return found
 
 

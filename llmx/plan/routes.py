@@ -141,12 +141,13 @@ class Routes:
         return self._links.route(message.kind, num_bytes, groups)
 
     def links_of(self, message: Message) -> str:
-        """Which links a message takes: those of one name carry one message after the other."""
+        """Which links a message takes: those of one name carry one message after the other. On a
+        torus by mesh axes, which may share links that are counted apart here."""
         if math.prod(map(self._outer, message.axes)) > 1:
             return "between slices"
         if not self.machine.on_gpu:  # an axis of a torus has its own
             return ",".join(message.axes)
-        leaves = self._leaves_host(self._group(message.axes))
+        leaves = self._leaves_host(self._members(message))
         return "between hosts" if leaves else "inside a host"
 
     def _leaves_host(self, group: Sequence[int]) -> bool:

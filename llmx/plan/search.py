@@ -227,7 +227,7 @@ class _Walk:
         counted = sorted(self.too_large, key=self.search.bytes_of)
         self.too_large = counted[: MOST_TOO_LARGE // 2]
         for _, _, group, text in sorted(self._skipped):
-            self._count_group(group, text)
+            self._count_group(group, text, rough=True)
             if len(self.too_large) >= MOST_TOO_LARGE:
                 return
 
@@ -236,12 +236,15 @@ class _Walk:
         """Seconds that a candidate may take to be among the best."""
         return -self._best[0] if len(self._best) == self.keep else float("inf")
 
-    def _count_group(self, group: Group, text: str) -> None:
-        """All places of the state; none where the one that holds least is too large."""
-        least = lambda place: (place.layout, place.gather, place.data) != ("zero3", "layer", 1)  # noqa: E731
-        for placement in sorted(self.search.space.placements(group), key=least):
+    def _count_group(self, group: Group, text: str, *, rough: bool = False) -> None:
+        """All places of the state; none where the one that splits most is too large. But on GPUs
+        whole parameters may take less, as gathers take copies of what is saved: with `rough` they
+        are left out there too."""
+        others = lambda place: (place.layout, place.gather, place.data) != ("zero3", "layer", 1)  # noqa: E731
+        for placement in sorted(self.search.space.placements(group), key=others):
             size = self._count(self.search.space.candidate(group, placement, text))
-            if size is not None and size > self.limit and not least(placement):
+            too_large = size is not None and size > self.limit and not others(placement)
+            if too_large and (rough or not self.search.machine.on_gpu):
                 return
 
     def _count(self, candidate: Candidate) -> int | None:

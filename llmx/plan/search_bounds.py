@@ -97,7 +97,7 @@ class Bounds:
         """Of stages of one layer, whose ticks may share the body of a loop."""
         if group.stage == 1 or self._layers_of_a_chunk(group) > 1:
             return self._moved
-        return dataclasses.replace(self._moved, saves=self._moved.slots)
+        return dataclasses.replace(self._moved, saves=self._moved.slots, kept=self._moved.slots)
 
     @functools.cached_property
     def _flops(self) -> float:

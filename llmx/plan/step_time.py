@@ -153,18 +153,17 @@ def _beyond(
     computed: float,
 ) -> dict[str, float]:  # fmt: skip
     """What is left to be waited for, by mesh axes, of messages that take longer on links of one
-    kind than what the step computes and is known to wait for."""
+    kind than what the step computes and is known to wait for. Links of several kinds work at the
+    same time: those that take longest decide."""
     by_links: dict[str, dict[str, float]] = {}
     for one, seconds in messages:
         axes, of_links = ",".join(one.axes), by_links.setdefault(links.links_of(one), {})
         of_links[axes] = of_links.get(axes, 0.0) + seconds
-    found: dict[str, float] = {}
-    for of_links in by_links.values():
-        known = sum(min(waited.get(axes, 0.0), seconds) for axes, seconds in of_links.items())
-        if (beyond := sum(of_links.values()) - known - computed) > 0:
-            longest = max(of_links, key=of_links.get)
-            found[longest] = found.get(longest, 0.0) + beyond
-    return found
+    if not by_links:
+        return {}
+    slowest = max(by_links.values(), key=lambda of_links: sum(of_links.values()))
+    beyond = sum(slowest.values()) - sum(waited.values()) - computed
+    return {max(slowest, key=slowest.get): beyond} if beyond > 0 else {}
 
 
 def computed(counted: Sizes, machine: Machine) -> tuple[dict[str, float], list[Operator]]:

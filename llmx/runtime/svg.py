@@ -16,7 +16,7 @@ VARIABLES = {INK: "var(--ink)", LINE: "var(--line)", PAPER: "var(--paper)"}
 # Okabe and Ito's, and lighter ones beside them.
 BLUE, SKY, GREEN, ORANGE = "#0072b2", "#56b4e9", "#009e73", "#e69f00"
 RED, PURPLE, YELLOW, GRAY = "#d55e00", "#cc79a7", "#e5d629", "#999999"
-PALE_BLUE, PALE_GREEN, PALE_ORANGE, PALE_PURPLE = "#b5daf2", "#8fd6c2", "#f5cf85", "#ebc6da"
+PALE_BLUE, PALE_ORANGE, PALE_PURPLE = "#b5daf2", "#f5cf85", "#ebc6da"
 NAVY, SLATE, BROWN = "#003f63", "#5b7083", "#8a4b08"
 _STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "llmx", "text.parse_math": False, "font.size": 9.5,

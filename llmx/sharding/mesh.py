@@ -108,6 +108,8 @@ def _placing(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Iterato
     try:
         yield
     except (TypeError, ValueError, AssertionError, NotImplementedError) as error:
+        if devices[0].platform != "tpu":
+            raise
         kind = getattr(devices[0], "device_kind", devices[0].platform)
         raise PlacementError(
             f"mesh {mesh_text(sizes)}: jax cannot place it on these {len(devices)} {kind} devices "

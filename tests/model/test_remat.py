@@ -122,10 +122,7 @@ SIZES = dict(
 
 
 def decoder(**changes):
-    config = families.preset(
-        "llama3", vocab_size=32, vocab_multiple=32, width=D, num_layers=L, num_heads=N,
-        num_kv_heads=K, head_dim=H, mlp_dim=F, **changes,
-    )  # fmt: skip
+    config = families.preset("llama3", num_layers=L, **SIZES, **changes)
     mesh = sharding.make_mesh({"data": 1}, devices=jax.devices()[:1])
     place = sharding.Placement(mesh, sharding.make_layout("ddp"))
     return config, Execution(place=place, policy=precision.POLICIES["fp32"])
