@@ -180,9 +180,11 @@ def test_training_prefers_the_chosen_texts():
     assert "accuracy" in reports[0].numbers(z_loss=False)[0]
 
 
-def test_the_first_loss_is_exact_in_bf16():
-    """The reference is computed as the model is: its norms are not rounded."""
-    recipe = recipe_of(precision="bf16")
+@pytest.mark.parametrize(("remat", "near"), [("full", 0.0), ("none", 2**-9)])
+def test_the_first_loss_is_exact_in_bf16(remat, near):
+    """The reference is computed as the model is: its norms are not rounded. What is saved in bf16
+    is rounded, and a compiler does not round what is not."""
+    recipe = recipe_of(precision="bf16", remat=remat)
     random = np.random.default_rng(0)
     put = lambda tree, like: jax.tree.map(  # noqa: E731
         lambda a, b: jax.device_put(np.asarray(a, b.dtype), b.sharding), tree, like
@@ -196,8 +198,8 @@ def test_the_first_loss_is_exact_in_bf16():
         state = state._replace(params=params, frozen=frozen)
         rows = runs.put_batch(recipe, batch_of_pairs())
         _, report = runs.make_train_step(recipe)(state, rows)
-    assert float(report.scalars["margin"]) == 0
-    np.testing.assert_allclose(report.loss, np.log(2), rtol=1e-6)
+    assert abs(float(report.scalars["margin"])) <= near
+    np.testing.assert_allclose(report.loss, np.log(2), rtol=1e-6 + near)
 
 
 def test_kernels_are_told_that_a_row_has_two_texts():
