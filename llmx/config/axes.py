@@ -22,6 +22,11 @@ def replica_axes(config: Config, table: str) -> tuple[str, ...]:
     return vars(layout_of(config))[table]["embed"]
 
 
+def is_one_device(config: Config) -> bool:
+    """Whether all mesh axes of a resolved config are 1."""
+    return all(vars(config.mesh)[axis] == 1 for axis in sharding.AXES)
+
+
 def gathers_ahead(config: Config) -> bool:
     """Whether XLA:GPU gathers weights for the next iteration of a loop, as it does where tokens are
     not split over `tensor` (`runtime.compiler_options`).

@@ -9,13 +9,11 @@ head's gradient over chunks are in fp32: the gradient itself where that is.
 """
 
 import dataclasses
-import math
 
 from llmx.config import Config, utilization
-from llmx.config.axes import gathers_ahead, replica_axes
+from llmx.config.axes import gathers_ahead, is_one_device, replica_axes
 from llmx.config.state_memory import FP32, Held, leaves
 from llmx.model import precision
-from llmx.sharding import AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +53,7 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     policy = precision.policy_of(run.precision, run.reduce_dtype)
     compute = policy.compute.itemsize
     of_head = arrays.head_fp32 if policy.reduce.itemsize == FP32 else arrays.head
-    if on_gpu and kind == 0 and math.prod(vars(run.mesh)[axis] for axis in AXES) == 1:
+    if on_gpu and kind == 0 and is_one_device(run):
         of_head = 0.0  # it is made when the logits are gone
     if on_gpu:  # in the parameters' dtype
         of_head *= policy.param.itemsize / FP32

@@ -19,8 +19,10 @@ import dataclasses
 import itertools
 import math
 
+from llmx import sharding
+from llmx.aot.topologies import Topology
 from llmx.config import Config, loss_memory, stage_memory, state_memory, utilization
-from llmx.config.axes import gathers_ahead
+from llmx.config.axes import gathers_ahead, is_one_device
 from llmx.config.state_memory import leaves
 from llmx.model import quantization, remat, remat_costs
 from llmx.model.families import ModelConfig
@@ -140,6 +142,14 @@ def of(
     whole = lambda parts: {name: math.ceil(of) for name, of in parts.items() if of}  # noqa: E731
     peaks = {name: whole(parts) for name, parts in peaks.items() if any(parts.values())}
     return Memory(whole(state(sizes)), peaks, math.ceil(sum(state(sizes, on_host=True).values())))
+
+
+def on(sizes: Sizes, topology: Topology) -> Memory:
+    """`of` a run on a machine."""
+    return of(
+        sizes, on_gpu=topology.platform == "gpu", device_bytes=topology.chip.device_hbm_bytes,
+        exchanges=sharding.exchanges(topology.device_kind, topology.num_devices),
+    )  # fmt: skip
 
 
 def state(sizes: Sizes, *, on_host: bool = False) -> dict[str, float]:
@@ -289,7 +299,7 @@ def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -
 
 def _alone(sizes: Sizes, program: Program) -> bool:
     """Whether there is one GPU: nothing is sent, and nothing is begun before it is needed."""
-    return program is GPU and math.prod(sizes.mesh.values()) == 1
+    return program is GPU and is_one_device(sizes.run)
 
 
 def _copies(sizes: Sizes, program: Program) -> dict[str, float]:

@@ -122,12 +122,8 @@ def count(run: Config, topology: Topology, *, phase: str = "") -> tuple[Memory, 
 
     `phase`: of its `sync.strategy`; "" = the mean over the run's steps.
     """
-    of_run, on_gpu = sizes.of(run), topology.platform == "gpu"
-    exchanges = sharding.exchanges(topology.device_kind, topology.num_devices)
-    held = memory.of(
-        of_run, on_gpu=on_gpu, exchanges=exchanges, device_bytes=topology.chip.device_hbm_bytes
-    )  # fmt: skip
-    return held, exchange.on(of_run, topology, phase=phase)
+    of_run = sizes.of(run)
+    return memory.on(of_run, topology), exchange.on(of_run, topology, phase=phase)
 
 
 def _phases(run: Config, topology: Topology) -> dict[str, Any]:

@@ -52,12 +52,7 @@ class Bounds(Protocol):
 
 def held(run: Config, machine: Machine) -> int:
     """Bytes of a device at the peak of a resolved run."""
-    of_run, topology = sizes.of(run), machine.topology
-    found = memory_lib.of(
-        of_run, on_gpu=machine.on_gpu, device_bytes=topology.chip.device_hbm_bytes,
-        exchanges=sharding.exchanges(topology.device_kind, topology.num_devices),
-    )  # fmt: skip
-    return found.peak
+    return memory_lib.on(sizes.of(run), machine.topology).peak
 
 
 @dataclasses.dataclass(frozen=True)
