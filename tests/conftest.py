@@ -40,8 +40,9 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config, items):
-    whole = config.args == config.getini("testpaths") and not config.getoption("--full-grid")
-    tiers.mark_listed(items, all_are_here=whole)
+    without_a_test = tiers.mark_listed(items)
+    if config.args == config.getini("testpaths"):
+        config.stash[tiers.WITHOUT_A_TEST] = without_a_test
     if config.getoption("--full-grid"):
         return
     left = [item for item in items if item.get_closest_marker("full_grid")]

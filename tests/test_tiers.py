@@ -1,5 +1,6 @@
 """Which tests `pytest` alone leaves out because they take long."""
 
+import pytest
 from support import tiers
 
 
@@ -24,3 +25,12 @@ def test_the_list_is_in_order_and_each_function_runs_in_one_tier_at_least():
     assert names == sorted(set(names))
     slow = [name.partition("[")[0] for name, tier in tiers.read_list().items() if tier == "slow"]
     assert len(slow) == len(set(slow))
+
+
+def test_each_name_of_the_list_is_a_test(pytestconfig):
+    """An error while tests are collected would end the run without a word: pytest-xdist drops it."""
+    if tiers.WITHOUT_A_TEST not in pytestconfig.stash:
+        pytest.skip("some tests were not collected: `pytest` alone collects all")
+    assert pytestconfig.stash[tiers.WITHOUT_A_TEST] == [], (
+        "take them out of tests/slow_cases.txt, or measure again (tests/support/tiers.py)"
+    )

@@ -24,7 +24,7 @@ def test_slots_are_by_stage_and_chunk():
     assert stages.cut(3, (0, 1)).permutation.slots == (0, 1, 2, EMPTY)
 
 
-@pytest.mark.parametrize(("old", "new"), itertools.product(PERMUTATIONS, repeat=2))
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(PERMUTATIONS, repeat=2)))
 def test_layers_are_the_same_in_every_permutation(old, new):
     staged = old.apply(STACKED)
     moved = old.convert(staged, new)

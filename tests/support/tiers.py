@@ -25,6 +25,8 @@ import pytest
 LIMIT, LONGEST = 1.5, 4.0  # CPU seconds
 SLOW, FULL_GRID = "slow", "full_grid"
 LISTED = pathlib.Path(__file__).parents[1] / "slow_cases.txt"
+# What `pytest` stores where it collects all tests: the names of the list that no test has.
+WITHOUT_A_TEST = pytest.StashKey[list[str]]()
 _GPU = re.compile(r"\[.*(gpu|[hab][12]00)")
 _GROUP = re.compile(r"@[^\]]*$")  # of pytest-xdist, behind a name
 _LEFT_ALONE = (
@@ -54,23 +56,15 @@ def by_tier(cases: Iterable[str], *, slow: Collection[str], full: Collection[str
     return [one(case) for case in cases]
 
 
-def mark_listed(items: Iterable[pytest.Item], *, all_are_here: bool) -> None:
-    """Marks the tests of `LISTED`. `all_are_here`: whether each of them must be among `items`.
-
-    Raises UsageError for names of the list that no test has.
-    """
+def mark_listed(items: Iterable[pytest.Item]) -> list[str]:
+    """Marks the tests of `LISTED`. Returns the names of the list that none of `items` has."""
     listed = read_list()
     for item in items:
         if item.nodeid in listed:
             item.add_marker(pytest.mark.slow)
         if listed.get(item.nodeid) == FULL_GRID:
             item.add_marker(pytest.mark.full_grid)
-    missing = listed.keys() - {item.nodeid for item in items}
-    if all_are_here and missing:
-        raise pytest.UsageError(
-            f"{LISTED.name} names tests that do not exist: {', '.join(sorted(missing)[:5])}: take "
-            "them out, or measure again (tests/support/tiers.py)"
-        )
+    return sorted(listed.keys() - {item.nodeid for item in items})
 
 
 def read_list() -> dict[str, str]:
