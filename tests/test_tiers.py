@@ -28,7 +28,7 @@ def test_the_list_is_in_order_and_each_function_runs_in_one_tier_at_least():
 
 
 def test_each_name_of_the_list_is_a_test(pytestconfig):
-    """An error while tests are collected would end the run without a word: pytest-xdist drops it."""
+    """Not an error of the collection: with pytest-xdist that ends the run without a word."""
     if tiers.WITHOUT_A_TEST not in pytestconfig.stash:
         pytest.skip("some tests were not collected: `pytest` alone collects all")
     assert pytestconfig.stash[tiers.WITHOUT_A_TEST] == [], (
