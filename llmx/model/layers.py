@@ -6,7 +6,6 @@ A layer is a function (x, arrays) -> (x, cache). `stacked` has the arrays of sev
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,22 +48,21 @@ def scan_layers(
             part, others_of = kinds[start:end], _rows(others, start, end)
         recomputed = all(policy.saved is not None for policy in policies.values())
         stack, rows = None, weights
-        loops_over_all = whole and _divides(kinds, policies[names[0]])
-        if row is not None or (recomputed and not loops_over_all):
-            # A loop over a part of the weights would take a copy of them.
+        if row is not None or not (whole and _in_one_loop(kinds, policies[names[0]])):
+            # A loop over a part of the weights would take a copy of them, and a loop in a loop
+            # would save one of all that it goes over.
             stack, rows = weights, jnp.arange(start, end, dtype=jnp.int32)
-        elif not whole:
-            rows = _rows(weights, start, end)
         layer = functools.partial(layer_of, recomputed=recomputed, stack=stack)
         x, cache = _scan(layer, part, x, (rows, others_of), policies, offloaded, around)
         caches.append(cache)
     return x, _concatenated(*caches)
 
 
-def _divides(kinds: tuple[str, ...] | Array, policy: remat.Policy) -> bool:
-    """Whether all layers are whole segments, or whole periods."""
-    period = remat.period_of(kinds)
-    return len(kinds) % math.lcm(remat.segment_size(policy, len(kinds), period), period) == 0
+def _in_one_loop(kinds: tuple[str, ...] | Array, policy: remat.Policy) -> bool:
+    """Whether one loop goes over all layers: they are of one kind, and all in whole segments."""
+    if remat.period_of(kinds) > 1:
+        return False
+    return len(kinds) % remat.segment_size(policy, len(kinds)) == 0
 
 
 def _scan(

@@ -53,6 +53,7 @@ SAVES = (
 )  # fmt: skip
 # Of the segments that `sqrt` and `every_N` make.
 _SEGMENT_INPUT = "segment_input"
+_PARTS = {"dynamic_slice", "squeeze"}
 _OF_TYPES = {"convert_element_type", "reshard"}
 _EVERY = re.compile(r"every_([1-9][0-9]*)")
 HOST_MEMORY = "pinned_host"  # the kind of memory that `OffloadConfig` is about
@@ -290,8 +291,11 @@ def checkpointed(function: Callable, policy: Policy, offloaded: Sequence[str] = 
 
 
 def _copies_nothing(primitive, *arrays, **parameters) -> bool:
-    """Whether an array is another one in another type: a parameter as products read it, whose
-    gradient is to have another type (`sharding.grad_buffers`), or numbers in a wider type."""
+    """Whether an array is a part of another, as the weights of a layer are of their stack; or
+    another one in another type: a parameter as products read it, whose gradient is to have another
+    type (`sharding.grad_buffers`), or numbers in a wider type."""
+    if primitive.name in _PARTS:
+        return True
     if primitive.name == "convert_element_type":
         return parameters["new_dtype"].itemsize > arrays[0].dtype.itemsize
     if primitive.name == "reshard":
