@@ -135,6 +135,31 @@ def run(
     return found
 
 
+def check_products(path: pathlib.Path, found: Mapping[Key, float], chip: hardware.Chip) -> None:
+    """ValueError if a product took less than the chip's peak FLOP/s allow.
+
+    Its line of `path` is taken out, so that the next run measures it again.
+    """
+    least = {
+        key: 2.0 * key[1] * key[2] * key[3] / chip.peak(str(key[4]))[0]
+        for key in found
+        if key[0] == "product"
+    }
+    if not (wrong := {key for key in least if found[key] < least[key]}):
+        return
+    lines = path.read_text().splitlines(keepends=True)
+    kept = [line for line in lines[1:] if tuple(json.loads(line)[0]) not in wrong]
+    path.write_text("".join([lines[0], *kept]))
+    first = min(wrong, key=lambda key: found[key] / least[key])
+    raise ValueError(
+        f"{len(wrong)} of {len(least)} products took less than the peak of {chip.name} allows: "
+        f"{' '.join(map(str, first[1:]))} {found[first] * 1e6:,.1f} us, and at "
+        f"{chip.peak(str(first[4]))[0] / 1e12:,.4g} TFLOP/s it takes {least[first] * 1e6:,.1f}. "
+        "The same command measures them again; where it says this twice, the chip has another "
+        "peak: change its row in llmx/runtime/hardware.py"
+    )
+
+
 _LEAST_SECONDS = 1e-12  # less was not measured
 
 
@@ -360,6 +385,8 @@ def main(argv: Sequence[str]) -> int:
     note = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     try:
         found = run(part, machine, keys, measure, note)
+        if base := hardware.DEVICE_KINDS.get(machine["device_kind"]):
+            check_products(part, found, hardware.CHIPS[base])
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

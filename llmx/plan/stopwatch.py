@@ -32,6 +32,8 @@ TURNS_SECONDS = 0.02  # of one repeat, about
 MOST_SECONDS = 2.0  # of all repeats of an operator
 BUSY = 1.1  # times the least time of the same product: the machine is not quiet
 
+TURN_BY_TURN = {"xla_gpu_enable_while_loop_double_buffering": False}
+
 # Which dimensions of both factors a product sums over, by what it computes.
 ROLES = {"forward": (1, 0), "input gradient": (1, 1), "weight gradient": (0, 0)}
 
@@ -84,11 +86,7 @@ def least(sample: Callable[[], float], *, enough: int = REPEATS, most: float = M
 
 def seconds_of(body: Body, carry: Any) -> float:
     """The time of one turn of `carry = body(carry)`, arrays; carry is used up."""
-    # On GPUs the host waits in every turn, some 20 us, unless it knows how many there are.
-    loop = jax.jit(
-        lambda carry, turns: jax.lax.fori_loop(0, turns, lambda _, carry: body(carry), carry),
-        donate_argnums=0, static_argnums=1 if _on_gpu() else None,
-    )  # fmt: skip
+    loop = loop_of(body)
 
     def run(turns: int) -> float:
         nonlocal carry
@@ -103,6 +101,20 @@ def seconds_of(body: Body, carry: Any) -> float:
     turns = max(1, min(round(TURNS_SECONDS / once), 100_000))
     run(turns)  # compiles, where their number is part of the program
     return max(least(lambda: run(turns)) - call, 1e-9) / turns
+
+
+def loop_of(body: Body) -> Callable[[Any, int], Any]:
+    """(carry, turns) -> carry after so many turns of `carry = body(carry)`; compiled when called.
+
+    On GPUs the host waits in every turn, some 20 us, unless it knows how many there are; and a loop
+    of two turns in one (`launch.XLA_FLAGS`) would leave out a product whose result the second turn
+    writes over.
+    """
+    own = {"static_argnums": 1, "compiler_options": TURN_BY_TURN} if _on_gpu() else {}
+    return jax.jit(
+        lambda carry, turns: jax.lax.fori_loop(0, turns, lambda _, carry: body(carry), carry),
+        donate_argnums=0, **own,
+    )  # fmt: skip
 
 
 def _on_gpu() -> bool:

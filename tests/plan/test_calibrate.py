@@ -4,12 +4,14 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import types
 
 import jax
 import numpy as np
 import pytest
 
+from llmx.aot import topologies
 from llmx.plan import __main__ as command
 from llmx.plan import calibrate, gemm, hardware_file, machines, routes, stopwatch
 from llmx.plan.traffic import Message
@@ -215,6 +217,49 @@ def test_no_row_of_a_table_beats_the_peak():
     core = dataclasses.replace(core, calibration=wrong)
     seconds = gemm.seconds(4096, 4096, 4096, "bfloat16", core)
     assert seconds >= 2 * 4096**3 / core.chip.peak("bfloat16")[0]
+
+
+def test_products_above_the_peak_are_measured_again(tmp_path, monkeypatch, capsys):
+    """A compiler that left out every second product gave 1.5 times the peak of an H200."""
+    out, asked = tmp_path / "h200.json", []
+    part = out.with_name("h200.json.part")
+
+    def clock(key):
+        asked.append(key)
+        if key[0] == "product":
+            return 2.0 * key[1] * key[2] * key[3] / (1.5e15 if key[1] == 1024 else 7e14)
+        return fake(key)
+
+    monkeypatch.setattr(calibrate, "measure", clock)
+    about = ABOUT | {"device_kind": "NVIDIA H200", "num_devices": 1, "shape": "1x1"}
+    monkeypatch.setattr(calibrate, "this_machine", lambda: dict(about))
+    assert calibrate.main(["--quick", f"--out={out}"]) == 2 and not out.exists()
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "12 of 24 products took less than the peak of NVIDIA H200" in said
+    assert "at 989.5 TFLOP/s it takes" in said and str(part) not in said
+    asked.clear()
+    monkeypatch.setattr(calibrate, "measure", lambda key: asked.append(key) or 1e-3)
+    assert calibrate.main(["--quick", f"--out={out}"]) == 0
+    assert len(asked) == 12 and {key[0] for key in asked} == {"product"}
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("role", stopwatch.ROLES)
+@pytest.mark.parametrize("turns", [50, 51])
+def test_a_loop_on_gpus_computes_each_product(role, turns, monkeypatch):
+    """As XLA:GPU compiles it with the flags of a run."""
+    given = []
+    monkeypatch.setattr(stopwatch, "_on_gpu", lambda: True)
+    monkeypatch.setattr(stopwatch, "seconds_of", lambda *loop: given.extend(loop))
+    stopwatch.product(512, 1024, 256, "bfloat16", role)
+    body, carry = given
+    place = jax.sharding.SingleDeviceSharding(topologies.devices("h200:1")[0])
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), carry)
+    lowered = stopwatch.loop_of(body).lower(shapes, turns)
+    # Options that are given here go before the loop's own.
+    text = topologies.compile(lowered, "gpu", stopwatch.TURN_BY_TURN).as_text()
+    assert re.findall(r'known_trip_count":{"n":"(\d+)"', text) == [str(turns)]
+    assert text.count('custom_call_target="__cublas') == 1
 
 
 def test_blocks_of_attention_are_counted():
