@@ -1,14 +1,14 @@
-"""One GPU: a Llama's train step in llmx, beside a compiled model of transformers of the same size.
+"""One GPU: a train step of llmx, and that of a compiled Llama of transformers of the same size.
 
     python scripts/bench_gpu.py --rows "1b 4x2048" "1b 1x8192 torch" [--results runs/bench_gpu]
 
-A row is `MODEL ROWSxLENGTH [torch] [KEY=VALUE ...]`: a model of `MODELS`, the batch, and overrides
-of the config. Each row is its own process. Both sides compute in bf16 with fp32 parameters and
-AdamW moments, on random tokens, one document a row: llmx's compiled train step with clipping and
-guard, and `torch.compile` of `LlamaForCausalLM` under autocast, with fused AdamW and clipping, and
-with checkpointing where `remat=full`. The time is the median of steps, each waited for; memory is
-the allocator's peak. MFU is causal (docs/performance.md). `profile=DIR` also lists the kernels that
-take longest.
+A row is `MODEL ROWSxLENGTH [torch] [KEY=VALUE ...]`: a preset (`1b` and `3b` are those of Llama
+3.2), the batch, and overrides of the config. Each row is its own process. Both sides compute in
+bf16 with fp32 parameters and AdamW moments, on random tokens, one document a row: llmx's compiled
+train step with clipping and guard, and `torch.compile` of `LlamaForCausalLM` (presets of Llama
+only) under autocast, with fused AdamW and clipping, and with checkpointing where `remat=full`. The
+time is the median of steps, each waited for; memory is the allocator's peak. MFU is causal
+(docs/performance.md). `profile=DIR` also lists the kernels that take longest.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def config_of(row: Row):
     from llmx.model import families
 
     run = config.default()
-    run.model = families.preset(MODELS[row.model])
+    run.model = families.preset(MODELS.get(row.model, row.model))
     run.batch.size, run.batch.sequence_length = row.rows, row.length
     run.data.pack = False
     types = config.leaf_types(config.Config)
@@ -159,6 +159,8 @@ def of_torch(row: Row) -> dict[str, Any]:
 
     run = config_of(row)
     m = run.model
+    if m.family != "llama3":
+        raise ValueError(f"{row.model} is no Llama, and only those have a row of torch")
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     shape = LlamaConfig(
