@@ -18,6 +18,7 @@ Letters: as in `llmx.model.costs`.
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 
 from llmx import sharding
 from llmx.aot.topologies import Topology
@@ -82,6 +83,8 @@ GPU = Program(
     gathered_head=1.0, lanes=1,
 )  # fmt: skip
 
+_TURNED = ("mlp/down/kernel", "attention/query/kernel", "attention/out/kernel")
+
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
@@ -119,7 +122,7 @@ def of(
     if on_gpu:
         common |= {"a period of layers": _of_period(sizes, common["saved activations"])}
     else:
-        common |= {"slices of weights": _slices(sizes)}
+        common |= {"turned weights": _turned(sizes)}
     if sizes.run.sync.strategy != "mean":
         common.pop("gradients", None)  # the program makes them where the exchange's old state was
     peaks = {
@@ -285,12 +288,12 @@ def _gradients_of_layers(sizes: Sizes) -> float:
 
 
 def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -> dict[str, float]:
-    """Gradients at the peak of the loss. There are none yet on one GPU, nor where layers save all,
-    but where GPUs gather weights; with one chunk, XLA:GPU makes the head's after it."""
+    """Gradients at the peak of the loss. There are none yet on one device, nor where layers save
+    all, but where GPUs gather weights; with one chunk, XLA:GPU makes the head's after it."""
     held, chunks = common.get("gradients", 0.0), utilization.loss_chunks(sizes.run)
     gathers = program is GPU and sizes.axes_of("embed", "parameters")
     kept = keeps_all(sizes) and not gathers
-    if kept or _alone(sizes, program):
+    if kept or is_one_device(sizes.run):
         return {"gradients": 0.0}
     if not held or program is not GPU or chunks > 1:
         return {}
@@ -335,23 +338,28 @@ def _turns_weights(sizes: Sizes) -> bool:
     return sizes.run.products.format == "fp8" and in_loop and _casts(sizes)
 
 
-def _slices(sizes: Sizes) -> float:
-    """Layers' parameters that XLA:TPU copies for loops over some of the layers (`model.layers`):
-    where kinds repeat a period, those of all whole periods and of the rest, if there is one; and
-    those of the neighbours of one kind in a period."""
+def _turned(sizes: Sizes) -> float:
+    """Weights of all layers that XLA:TPU copies into another layout: where several loops read them
+    (`model.layers`), of neighbours of one kind in periods and in what is left of one; and on one
+    device attention's, where layers are run again and heads fill lanes."""
     model = sizes.run.model
-    kinds = model.block_kinds
-    period = remat.period_of(kinds)
-    if period == 1 or sizes.run.offload.parameters:
+    if sizes.run.offload.parameters:
         return 0.0
-    of_layer = sum(
+    if _periods(sizes) == 1:
+        lanes = model.head_dim % TPU.lanes == 0 and not keeps_all(sizes)
+        alone = is_one_device(sizes.run) and lanes
+        return _bytes_of(sizes, (*TPU.copied, "attention/out/kernel")) if alone else 0.0
+    already = TPU.copied if sizes.axes_of("embed", "parameters") else ()
+    return _bytes_of(sizes, [name for name in _TURNED if name not in already])
+
+
+def _bytes_of(sizes: Sizes, names: Sequence[str]) -> float:
+    """Of a device's shares of the layers' parameters whose names end so."""
+    return sum(
         sizes.param_bytes * sizes.local(leaf, "parameters")
         for leaf in sizes.weights
-        if leaf.in_blocks
-    ) / model.num_blocks  # fmt: skip
-    series = [len(list(of)) for _, of in itertools.groupby(kinds[:period])]
-    sliced = max(series) if max(series) > 1 else 0
-    return of_layer * (sliced + (model.num_blocks if len(kinds) % period else 0))
+        if leaf.name.endswith(tuple(names))
+    )
 
 
 def _of_period(sizes: Sizes, saved_bytes: float) -> float:
@@ -430,6 +438,9 @@ def _layer(sizes: Sizes, program: Program) -> float:
     """One layer that is run again and differentiated."""
     model, tensor = sizes.run.model, sizes.mesh["tensor"]
     mlp_dim = remat_costs.mlp_dim(model)
+    bodies = _bodies(model) if program.bodies else 1
+    if _alone(sizes, program):
+        bodies = min(bodies, program.bodies_alone)
     gathers = sizes.axes_of("embed", "parameters") and sizes.run.sharding.gather == "layer"
     waits = gathers or _alone(sizes, program) or sizes.run.batch.accumulation > 1
     mlp, weights = program.mlp * (1.0 if waits else program.without_gathers), 0.0
@@ -437,6 +448,7 @@ def _layer(sizes: Sizes, program: Program) -> float:
         of_mlp = sizes.compute_bytes * sizes.tokens * mlp_dim / tensor
         arrays, whole, of_gradients = program.ahead
         whole += of_gradients * sizes.reduce_bytes / sizes.compute_bytes
+        whole *= bodies
         mlp, weights = max(
             ((program.mlp, program.weights), (arrays, whole)),
             key=lambda counts: counts[0] * of_mlp + counts[1] * _layer_bytes(sizes),
@@ -450,9 +462,6 @@ def _layer(sizes: Sizes, program: Program) -> float:
         + (program.inside if tensor > 1 else 0.0) * sizes.tokens * model.width
         + program.between * sizes.tokens_between * model.width
     )
-    bodies = _bodies(model) if program.bodies else 1
-    if _alone(sizes, program):
-        bodies = min(bodies, program.bodies_alone)
     found = bodies * sizes.compute_bytes * activations + weights * _layer_bytes(sizes)
     # Experts are differentiated before attention is.
     return max(found, experts.layer_bytes(sizes)) if model.num_experts else found
@@ -509,7 +518,8 @@ def _head_behind(sizes: Sizes, on_gpu: bool) -> float:
     """What the head's gradient takes more while layers are differentiated."""
     if on_gpu:
         return _tied_head(sizes)
-    return FP32 * sizes.whole(sizes.head) if _keeps_whole_head(sizes) else 0.0
+    summed = is_one_device(sizes.run) and utilization.loss_chunks(sizes.run) > 1
+    return FP32 * sizes.whole(sizes.head) if summed or _keeps_whole_head(sizes) else 0.0
 
 
 def _whole_head(sizes: Sizes, exchanges: bool) -> float:

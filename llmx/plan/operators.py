@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from llmx.config import state_memory, utilization
+from llmx.config.axes import is_one_device
 from llmx.data import pairs
 from llmx.model import costs, quantization, quantized, ranks, remat, remat_costs
 from llmx.model.attention import blockwise, cudnn, splash
@@ -96,6 +97,7 @@ class Moved:
     blocks: bool = False  # attention computes whole blocks of scores (`attention.blockwise`)
     copies: float = 0.0  # of all layers' moments, in each turn of the update's loop over layers
     fresh: bool = False  # what a step holds is new memory
+    alone: tuple[float, float] | None = None  # `shares` of one device, where weights are cast only
 
 
 # Counted in the programs of llama3_8b, and fitted to those of tests/golden/programs.jsonl.
@@ -105,7 +107,7 @@ GPU = Moved(
     saves=(2.2, 0.2), kept=(2.2, 0.2), slots=(2.2, 0.2),
     rounded=13.0, launches=(25.0, 45.0), of_rounding=7.5,
     of_loss=(30.0, 14.0), of_update=10.0, logits=14.0, lookups=3.0, tied=2.0, cuts=6.0, norms=1.0,
-    update=6.5, sums=2.0, attention_backward=3.5,
+    update=6.5, sums=2.0, attention_backward=3.5, alone=(1.5, 0.0),
 )  # fmt: skip
 TPU = Moved(
     mlp=(0.0, 0.0), stream=(10.0, 16.0), heads=(18.0, 45.0), normed=(4.0, 6.0), ring=60.0,
@@ -390,7 +392,8 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     stream = moved.stream[index] * costs.norms_of_block(model) / 2
     yield "norms and residuals", stream * number * sizes.tokens_between * model.width, 1.0
     yield "heads", head_passes * number * sizes.tokens * heads / tensor, 1.0
-    weights = moved.weights[index] * number * of_layer + moved.shares[index] * FP32 * shares
+    times = (is_one_device(sizes.run) and moved.alone) or moved.shares
+    weights = moved.weights[index] * number * of_layer + times[index] * FP32 * shares
     yield "weights", weights, moved.launches[index]
     steps = sizes.mesh["sequence"] // sizes.run.attention.ulysses
     if steps > 1:

@@ -108,16 +108,28 @@ def test_programs_that_were_drawn(name):
         assert abs(error) <= 0.02 or abs(error * sent - half.get(axes, 0.0)) <= 0.02 * sent, axes
 
 
-FEW_GPUS = compiled_programs.read(ROOT / "tests" / "golden" / "few_gpus.jsonl")
+def of_golden(name):
+    """(bytes of the peak, errors) of each program of a file."""
+    programs = compiled_programs.read(ROOT / "tests" / "golden" / name)
+    return [(one.peak, compiled_programs.errors(one, ROOT / "configs")) for one in programs]
 
 
-def test_programs_of_few_gpus():
-    """One GPU, two, or whole parameters on each: where little or nothing is gathered."""
-    found = [compiled_programs.errors(program, ROOT / "configs") for program in FEW_GPUS]
-    peaks, steps = ([abs(one.peak) for one in found], [abs(one.step) for one in found])
-    assert len(found) >= 30 and np.mean(peaks) <= 0.03 and max(peaks) <= 0.08
-    assert np.mean(steps) <= 0.1
-    assert all(abs(error) <= 0.02 for one in found for error in one.sent.values())
+def test_programs_of_few_devices():
+    """One TPU or GPU, two, or whole parameters on each: where little or nothing is gathered."""
+    found = of_golden("few_devices.jsonl")
+    large = [abs(one.peak) for peak, one in found if peak >= 4 * 2**30]
+    assert len(found) >= 40 and np.mean([abs(one.peak) for _, one in found]) <= 0.03
+    assert len(large) >= 30 and max(large) <= 0.08
+    assert np.mean([abs(one.step) for _, one in found]) <= 0.1
+    assert all(abs(error) <= 0.02 for _, one in found for error in one.sent.values())
+
+
+def test_programs_of_few_tokens():
+    """256 to 2,048 tokens a GPU, over 4 to 256 that split the weights: what is gathered decides.
+    That over 256, of 2 GiB, is 18% off (docs/plan.md)."""
+    found = sorted(abs(one.peak) for _, one in of_golden("few_tokens.jsonl"))
+    assert len(found) == 7 and np.mean(found[:-1]) <= 0.05 and found[-2] <= 0.08
+    assert found[-1] <= 0.2
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,25 @@ def test_sums_are_exchanged_axis_by_axis_on_some_chips():
     assert sum(one.sent for one in parts) == pytest.approx(whole.sent)
 
 
+def test_the_last_chunk_of_the_loss_is_there_while_layers_are_differentiated():
+    """On GPUs that gather weights ahead: the gradients of its logits, and the head's of it."""
+    run = _run(mesh__fsdp=8, loss__chunks=4, model__vocab_size=32768)
+    tokens, rows = 16 * run.batch.sequence_length / 8, 32768 / 4
+    assert loss_memory.kept_logits(run, on_gpu=True) == 2 * (tokens + 2048) * rows
+    assert loss_memory.kept_logits(run) == 0
+    whole = _run(mesh__data=8, loss__chunks=4, sharding__layout="ddp")
+    assert loss_memory.kept_logits(whole, on_gpu=True) == 0
+
+
+def test_one_device_sums_the_gradient_of_the_head_in_fp32():
+    run = _run(loss__chunks=4, model__vocab_size=32768)
+    peaks = memory.of(sizes.of(run)).peaks
+    assert "gradients" not in peaks[memory.END_OF_FORWARD]
+    assert peaks[memory.BACKWARD]["gradient of the head"] == 4 * 32768 * 2048
+    peaks = memory.of(sizes.of(_run(mesh__fsdp=8, loss__chunks=4, model__vocab_size=32768))).peaks
+    assert "gradient of the head" not in peaks[memory.BACKWARD]
+
+
 @pytest.mark.parametrize(
     ("width", "lanes", "kind"),
     [
