@@ -76,10 +76,14 @@ def test_bytes_sent(name):
 
 
 def test_what_is_admitted_fits():
-    for name, program in (BY_NAME | DRAWN_BY_NAME).items():
+    files = sorted((ROOT / "tests" / "golden").glob("*.jsonl"))
+    programs = [one for path in files for one in compiled_programs.read(path)]
+    assert len(programs) >= 190
+    for program in programs:
         limit = topologies.parse(program.topology).hbm_bytes
-        counted = (1 + errors(name).peak) * program.peak
-        assert program.peak <= limit or counted > search.ADMITTED * limit, name
+        error = compiled_programs.errors(program, ROOT / "configs").peak
+        counted = (1 + error) * program.peak
+        assert program.peak <= limit or counted > search.ADMITTED * limit, program.name
 
 
 def test_peak_memory_of_programs_that_were_drawn_on_average():
