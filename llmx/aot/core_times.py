@@ -53,7 +53,10 @@ class Core:
         how += "; no array stays in a cache"
         kernels = f"kernels (Pallas, cuDNN) at {share(self.kernels)} of peak FLOP/s"
         if self.triton is not None:
-            kernels = kernels.replace("Pallas, ", "") + f", Triton's at {share(self.triton)}"
+            kernels = (
+                f"kernels at {share(self.kernels)} of peak FLOP/s, Triton's at "
+                f"{share(self.triton)}, cuDNN's attention by its size as on an H200"
+            )
         return how, f"{kernels}; of attention's scores {share(self.visible)} are computed"
 
 
@@ -62,12 +65,31 @@ class Core:
 # of the peak, as the published clocks do (v4 94%, v5e 92%, v5p 94%).
 _CLOCKS = {"TPU v4": 1.05e9, "TPU v5e": 1.5e9, "TPU v5p": 1.75e9}
 _INFERRED_CLOCKS = {"TPU v6e": 2.09e9, "TPU7x": 2.41e9}
-# Shares of the peak. Assumed, except that of cuDNN's attention: 600 of 989 TFLOP/s on an H100
-# (FlashAttention-3, arXiv 2407.08608, causal, 8k tokens, heads of 128). That of Triton's kernels is
-# assumed to be two thirds of it. Measured on an H200 (docs/performance.md), forward and backward:
-# cuDNN's 0.3 in rows of 2,048 tokens with heads of 64, and llmx's own three quarters of that.
+# Shares of the peak. Assumed, but for cuDNN's attention (`cudnn_share`); that of kernels of unknown
+# shapes is 600 of 989 TFLOP/s on an H100 (FlashAttention-3, arXiv 2407.08608, causal, 8k tokens,
+# heads of 128), of Triton's two thirds of it.
 _TPU = {"products": 0.9, "memory": 0.8, "kernels": 0.5}
 _GPU = {"products": 0.7, "memory": 0.85, "kernels": 0.6, "triton": 0.4, "launch": 2e-6}
+
+# cuDNN's causal attention, forward and backward: the most, and the head size, length, and rows x
+# length at which half of it is reached. Fitted to 20 sizes that an H200 took (docs/performance.md):
+# bf16, heads of 64 and 128, 1,024 to 16,384 positions, 8 and 64 rows; 4% off on average, 19% at
+# worst. Assumed of other GPUs.
+_CUDNN = ((1.31, 100.0, 850.0, 26_400.0), (0.94, 62.0, 1010.0, 16_800.0))
+
+
+def cudnn_share(length: float, rows: float, head_dim: int, *, backward: bool) -> float:
+    """The share of the peak FLOP/s that cuDNN's attention reaches.
+
+    Args:
+      length: positions of a document.
+      rows: heads x documents.
+      backward: in the backward pass, whose FLOPs are 2.5 times those of the forward pass.
+    """
+    most, *halves = _CUDNN[backward]
+    sizes = (head_dim, length, rows * length)
+    return most * math.prod(size / (size + half) for size, half in zip(sizes, halves, strict=True))
+
 
 # By types of the text; XLA computes fp32 products on TPU in bf16 and on NVIDIA in tf32 unless told
 # otherwise: `EXACT` are those in the precision "highest", which are exact.
@@ -164,6 +186,11 @@ def _kernel(core: Core, module: Module, computation: Computation, call: Instruct
     flops = kernel_flops(module, computation, call, visible=core.visible, rings=core.rings)
     by_bytes = moved / (core.bandwidth * core.memory)
     share = core.triton if _of_triton(call) and core.triton is not None else core.kernels
+    if flops is not None and _of_cudnn(call):
+        query, _ = _queries_and_keys(computation, call)
+        B, T, N, H = query.dims
+        backward = _products(module, call) != _FORWARD
+        share = cudnn_share(T, B * N, H, backward=backward)
     # The step traces kernels of fp32 with exact products, which the text does not say. Sums are
     # in fp32 beside smaller factors.
     operands = [array for one in computation.operands_of(call) for array in one.arrays]
@@ -190,21 +217,13 @@ def kernel_flops(
     """
     if estimate := re.search(r'"cost_estimate":\{"flops":"(\d+)"', call.config):
         return float(estimate.group(1))
-    target = call.quoted("custom_call_target") or ""
-    names = f"{instruction_costs.kernel_name(call)} {target}".lower()
-    if not any(word in names for word in ("splash", "fmha", "flash", "attention")):
+    if not any(word in _names(call) for word in ("splash", "fmha", "flash", "attention")):
         return None
-    arrays = [_first(one) for one in computation.operands_of(call)]
-    arrays = [array for array in arrays if array and _is_factor(array)]
-    # Keys of one head are [S, H]. Behind them may be sums of scores, [..., T].
-    same_size = [array for array in arrays if array.dims[-1] == arrays[0].dims[-1]]
-    if len(same_size) < 2:
+    if (arrays := _queries_and_keys(computation, call)) is None:
         return None
-    query, key = same_size[:2]
-    products = next((number for word, number in _BY_NAME if word in names), _FORWARD)
-    if "dkv" in names and not _has(module, "_dq"):
-        products = _BACKWARD  # one kernel computes all gradients
-    if target.startswith("__cudnn") or _of_triton(call):
+    query, key = arrays
+    products = _products(module, call)
+    if _of_cudnn(call) or _of_triton(call):
         rows = query.dims[1], key.dims[1]  # [B, T, N, H]
     else:
         rows = query.dims[-2], key.dims[-2]  # [..., T, H]
@@ -213,6 +232,32 @@ def kernel_flops(
     if rings and rows[0] != rows[1] and _of_triton(call):
         hidden = 0.0  # zigzag: half of the queries, or of the keys, and all of these are visible
     return 2.0 * products * query.size * rows[1] * (1.0 - hidden)
+
+
+def _names(call: Instruction) -> str:
+    target = call.quoted("custom_call_target") or ""
+    return f"{instruction_costs.kernel_name(call)} {target}".lower()
+
+
+def _queries_and_keys(computation: Computation, call: Instruction) -> tuple[Array, Array] | None:
+    """Of an attention kernel; None: they were not found."""
+    arrays = [_first(one) for one in computation.operands_of(call)]
+    arrays = [array for array in arrays if array and _is_factor(array)]
+    # Keys of one head are [S, H]. Behind them may be sums of scores, [..., T].
+    same_size = [array for array in arrays if array.dims[-1] == arrays[0].dims[-1]]
+    return (same_size[0], same_size[1]) if len(same_size) >= 2 else None
+
+
+def _products(module: Module, call: Instruction) -> int:
+    """Matrix products of an attention kernel, of two operands of the size of the scores."""
+    names = _names(call)
+    if "dkv" in names and not _has(module, "_dq"):
+        return _BACKWARD  # one kernel computes all gradients
+    return next((number for word, number in _BY_NAME if word in names), _FORWARD)
+
+
+def _of_cudnn(call: Instruction) -> bool:
+    return (call.quoted("custom_call_target") or "").startswith("__cudnn")
 
 
 def _of_triton(call: Instruction) -> bool:

@@ -88,5 +88,5 @@ def shares_of(chip: hardware.Chip, units: int = 1) -> Calibration:
     return Calibration(
         products=core.products, memory=core.memory, units=units, start=core.launch,
         attention=core.kernels if core.triton is None else core.triton,
-        cudnn=None if core.triton is None else core.kernels,
+        cudnn=None if core.triton is None else 1.0,
     )  # fmt: skip

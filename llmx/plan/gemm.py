@@ -83,7 +83,9 @@ class Calibration:
     # Streaming multiprocessors or matrix units: each computes a tile at a time. 0: no such tiles.
     units: int
     attention: float = 0.6  # share of the peak FLOP/s in fused attention, forward and backward
-    cudnn: float | None = None  # the same where cuDNN computes it; None: no other share
+    # What cuDNN's attention reaches, as a share of an H200's by size (`core_times.cudnn_share`);
+    # None: `attention` holds of it too.
+    cudnn: float | None = None
     start: float = 4e-6  # seconds of the device between two operators
     host: float = 0.0  # seconds that the host takes to launch an operator; 0: a compiled program
     links: float = 0.82  # share of the links' bandwidth that rings within a node reach
@@ -154,13 +156,12 @@ def memory_seconds(num_bytes: float, core: Core) -> float:
     return core.calibration.start + num_bytes / core.bandwidth
 
 
-def attention_seconds(flops: float, dtype: str, core: Core, *, cudnn: bool = False) -> float:
+def attention_seconds(flops: float, dtype: str, core: Core, *, share: float | None = None) -> float:
     """The time of fused attention, or other kernels, with so many FLOPs: those that the kernel
-    really computes. `cudnn`: it is cuDNN's."""
-    share = core.calibration.cudnn if cudnn else None
-    return core.calibration.start + flops / (
-        _peak(dtype, core) * (share or core.calibration.attention)
-    )
+    really computes. `share`: of the peak FLOP/s that it reaches; None: that of the calibration."""
+    if share is None:
+        share = core.calibration.attention
+    return core.calibration.start + flops / (_peak(dtype, core) * share)
 
 
 def attended_seconds(

@@ -21,6 +21,7 @@ import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from llmx.aot import core_times
 from llmx.config import state_memory, utilization
 from llmx.config.axes import is_one_device
 from llmx.data import pairs
@@ -41,6 +42,7 @@ OF_ADAMW = 7.0
 
 # Rows of the report.
 PRODUCTS, ATTENTION, MOVES = "products of layers", "attention", "elementwise"
+SAVES = "saves"  # an operator of `MOVES`
 HEAD, UPDATE, NEW_MEMORY = "head and loss", "optimizer", "new memory"
 
 
@@ -314,13 +316,16 @@ def _attention(device: _Device) -> Iterator[Operator]:
     arrays = sizes.compute_bytes * sizes.tokens * model.head_dim / sizes.mesh["tensor"]
     arrays *= 2 * (model.num_heads + model.num_kv_heads)
     measured = _measured_attention(device, dtype) if device.core.calibration.attended else None
-    by_cudnn = _by_cudnn(device)
+    shares, backward = (None, None), moved.attention_backward
+    if device.core.calibration.cudnn and _by_cudnn(device):
+        shares, backward = _shares_of_cudnn(device), 2.5
     for name, moment, times, count in (
         ("attention forward", FORWARD, 1.0, 1.0),
         ("attention forward", BACKWARD, 1.0, again),
-        ("attention backward", BACKWARD, moved.attention_backward, 1.0),
+        ("attention backward", BACKWARD, backward, 1.0),
     ):
-        time = gemm.attention_seconds(times * flops, dtype, device.core, cudnn=by_cudnn)
+        share = shares[times > 1]
+        time = gemm.attention_seconds(times * flops, dtype, device.core, share=share)
         if measured is not None:
             time = measured[times > 1]
         yield Operator(
@@ -347,6 +352,19 @@ def _by_cudnn(device: _Device) -> bool:
     )  # fmt: skip
 
 
+def _shares_of_cudnn(device: _Device) -> tuple[float, float]:
+    """Of the peak FLOP/s that cuDNN's attention reaches, forward and backward."""
+    sizes, run = device.sizes, device.sizes.run
+    steps = sizes.mesh["sequence"] // run.attention.ulysses  # of a ring
+    length, model = run.batch.sequence_length / steps, run.model
+    rows = sizes.tokens / length * model.num_heads / sizes.mesh["tensor"]
+    of_h200 = (
+        core_times.cudnn_share(length, rows, model.head_dim, backward=backward)
+        for backward in (False, True)
+    )
+    return tuple(device.core.calibration.cudnn * share for share in of_h200)
+
+
 def _measured_attention(device: _Device, dtype: str) -> tuple[float, float]:
     """Seconds of a layer's attention, forward and backward, by the rows that were measured."""
     sizes, run = device.sizes, device.sizes.run
@@ -368,7 +386,8 @@ def _moves(device: _Device) -> Iterator[Operator]:
     for name, num_bytes, launches in _moved(device, 0):
         starts = launches * device.turns
         one = device.move(f"{name} again", BACKWARD, num_bytes, launches=starts)
-        yield one._replace(count=share)
+        # What a layer saved is saved once more only where it is run again as a part of a segment.
+        yield one._replace(count=device.whole_again if name == SAVES else share)
 
 
 def _run_again(device: _Device) -> float:
@@ -403,7 +422,7 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     passes = moved.kept if alone else moved.saves
     if traffic.passes_of(sizes.run).shared:
         passes = moved.slots
-    yield "saves", passes[index] * device.saved, 1.0
+    yield SAVES, passes[index] * device.saved, 1.0
     if index:
         gradients = sum(sizes.local(leaf, "gradients") for leaf in sizes.weights)
         gradients *= sizes.reduce_bytes * sizes.mesh["stage"] / model.num_layers

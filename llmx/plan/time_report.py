@@ -42,7 +42,7 @@ def assumptions(machine: Machine) -> list[str]:
         how = f"products by a table of {len(reached.table)}"
     how += f", attention at {reached.attention:.0%} of the peak FLOP/s"
     if reached.cudnn:
-        how += f" (cuDNN's at {reached.cudnn:.0%})"
+        how += f" (cuDNN's at {reached.cudnn:.0%} of what an H200 reaches at its size)"
     how += ", memory at "
     how += f"{reached.memory:.0%} of its bandwidth"
     rates = machine.rates

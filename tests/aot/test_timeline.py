@@ -3,10 +3,12 @@
 In the texts here a cycle is a second, and a link carries one byte in a second.
 """
 
+import csv
 import dataclasses
 import itertools
 import json
 import math
+import pathlib
 import random
 
 import jax
@@ -32,6 +34,7 @@ from llmx.config import checks
 from llmx.model import families
 from llmx.runtime import hardware
 
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 UNIT = links.Rates(link=1.0, network=1.0, start=0.0, hop=0.0, network_hop=0.0)
 CORE = core_times.Core(flops={"bf16": 100.0}, bandwidth=1e9, clock=1.0, kernels=0.5)
 # Four devices on the corners of a square: 0 and 1 along y, 0 and 2 along x.
@@ -375,6 +378,22 @@ def test_exact_products_of_fp32_take_the_peak_of_fp32():
         assert read(program([*factors, line]), core=core).step == pytest.approx(wanted), line
     short = [one.replace("f32[4,8]", "bf16[4,8]") for one in factors]
     assert read(program([*short, list(lines)[1]]), core=core).step == pytest.approx(seconds / 10)
+
+
+def test_attention_by_cudnn_is_that_of_an_h200():
+    """Measured sizes (tests/golden), to which the curve was fitted; each took a copy of its queries
+    besides."""
+    rows = csv.DictReader((GOLDEN / "h200_attention.csv").open())
+    peak, errors = hardware.CHIPS["h200"].peak("bfloat16")[0], []
+    for row in rows:
+        T, B, N, H = (int(row[name]) for name in ("length", "documents", "heads", "head_dim"))
+        copied = 2 * 2 * B * T * N * H / 4.1e12
+        forward, both = float(row["forward"]), float(row["both"])
+        for backward, seconds in enumerate((forward - copied, both - forward)):
+            flops = (4, 10)[backward] * B * N * H * T * (T + 1) / 2
+            share = core_times.cudnn_share(T, B * N, H, backward=bool(backward))
+            errors.append(flops / (peak * share) / seconds - 1)
+    assert len(errors) == 40 and np.mean(np.abs(errors)) < 0.05 and np.max(np.abs(errors)) < 0.22
 
 
 def test_the_room_that_cublas_works_in_is_no_traffic():
