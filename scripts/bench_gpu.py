@@ -160,7 +160,7 @@ def of_torch(row: Row) -> dict[str, Any]:
     run = config_of(row)
     m = run.model
     if m.family != "llama3":
-        raise ValueError(f"{row.model} is no Llama, and only those have a row of torch")
+        raise ValueError(f"{row.model} is no Llama: leave out `torch`, or give a preset of Llama")
     torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     shape = LlamaConfig(

@@ -77,17 +77,18 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
 
 
 def kept_logits(run: Config, *, on_gpu: bool = False) -> float:
-    """Bytes of the logits that are there while the layers are differentiated; on GPUs of their
-    gradients, where XLA makes that of the head behind the layers, if it is scattered: of all that
-    are not in a loop over chunks. Of a loop whose turns gather ahead the last one is behind it, and
-    makes the head's gradient of its chunk so."""
+    """Bytes of the loss that are there while the layers are differentiated. On TPUs the logits of
+    one chunk. On GPUs that scatter the head's gradient: the gradients of all logits where there is
+    no loop over chunks (one, or two that gather ahead); where more gather ahead, those of the last
+    chunk, which is behind the loop, and the head's gradient of it."""
     arrays, chunks = GPU if on_gpu else TPU, utilization.loss_chunks(run)
     split = any(vars(run.mesh)[axis] > 1 for axis in replica_axes(run, "parameters"))
     compute = precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize
-    if on_gpu and split and (chunks == 1 or (chunks == 2 and gathers_ahead(run))):
-        return compute * _tokens(run) * _rows(run) * chunks
-    if on_gpu and split and gathers_ahead(run):
-        return compute * (_tokens(run) + run.model.width) * _rows(run)
+    if on_gpu and split:
+        if chunks == 1 or (chunks == 2 and gathers_ahead(run)):
+            return compute * _tokens(run) * _rows(run) * chunks
+        if gathers_ahead(run):
+            return compute * (_tokens(run) + run.model.width) * _rows(run)
     if chunks > 1 or not arrays.keeps_logits:
         return 0.0
     return FP32 * _tokens(run) * _rows(run)

@@ -49,8 +49,8 @@ def scan_layers(
         recomputed = all(policy.saved is not None for policy in policies.values())
         stack, rows = None, weights
         if row is not None or not (whole and _in_one_loop(kinds, policies[names[0]])):
-            # A loop over a part of the weights would take a copy of them, and a loop in a loop
-            # would save one of all that it goes over.
+            # A loop over a part of the weights would take a copy of them, and a loop inside a loop
+            # over periods would save what it goes over: a copy, too.
             stack, rows = weights, jnp.arange(start, end, dtype=jnp.int32)
         layer = functools.partial(layer_of, recomputed=recomputed, stack=stack)
         x, cache = _scan(layer, part, x, (rows, others_of), policies, offloaded, around)
@@ -59,7 +59,8 @@ def scan_layers(
 
 
 def _in_one_loop(kinds: tuple[str, ...] | Array, policy: remat.Policy) -> bool:
-    """Whether one loop goes over all layers: they are of one kind, and all in whole segments."""
+    """Whether one loop goes over all layers: they are of one kind, and all in whole segments, which
+    save nothing of what is inside them."""
     if remat.period_of(kinds) > 1:
         return False
     return len(kinds) % remat.segment_size(policy, len(kinds)) == 0

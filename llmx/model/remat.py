@@ -53,7 +53,7 @@ SAVES = (
 )  # fmt: skip
 # Of the segments that `sqrt` and `every_N` make.
 _SEGMENT_INPUT = "segment_input"
-_PARTS = {"dynamic_slice", "squeeze"}
+_PARTS = {"dynamic_slice", "squeeze"}  # how a layer takes its weights from the stack
 _OF_TYPES = {"convert_element_type", "reshard"}
 _EVERY = re.compile(r"every_([1-9][0-9]*)")
 HOST_MEMORY = "pinned_host"  # the kind of memory that `OffloadConfig` is about

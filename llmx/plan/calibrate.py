@@ -151,10 +151,11 @@ def check_products(path: pathlib.Path, found: Mapping[Key, float], chip: hardwar
     kept = [line for line in lines[1:] if tuple(json.loads(line)[0]) not in wrong]
     path.write_text("".join([lines[0], *kept]))
     first = min(wrong, key=lambda key: found[key] / least[key])
+    _, m, n, k, dtype, role = first
     raise ValueError(
         f"{len(wrong)} of {len(least)} products took less than the peak of {chip.name} allows: "
-        f"{' '.join(map(str, first[1:]))} {found[first] * 1e6:,.1f} us, and at "
-        f"{chip.peak(str(first[4]))[0] / 1e12:,.4g} TFLOP/s it takes {least[first] * 1e6:,.1f}. "
+        f"[{m}, {k}] x [{k}, {n}] of {dtype}, {role}: {found[first] * 1e6:,.1f} us, and at "
+        f"{chip.peak(str(dtype))[0] / 1e12:,.4g} TFLOP/s it takes {least[first] * 1e6:,.1f}. "
         "The same command measures them again; where it says this twice, the chip has another "
         "peak: change its row in llmx/runtime/hardware.py"
     )

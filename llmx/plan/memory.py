@@ -50,8 +50,8 @@ class Program:
     kv_heads: float  # [tokens, K H]
     weights: float  # gathered weights of a layer, and their gradients: of all its weights
     # Where few tokens leave little to compute, the next layer's weights come before this one is
-    # done: of [tokens, F], of a layer's weights and of their gradients, in the reduce dtype, then,
-    # in place of `mlp` and `weights`.
+    # done: of [tokens, F], and for each layer that is there at a time of its weights and of their
+    # gradients, in the reduce dtype, then, in place of `mlp` and `weights`.
     ahead: tuple[float, float, float]
     without_gathers: float  # times as many [tokens, F] where nothing waits for gathered weights
     bodies: bool  # layers of several kinds are computed at the same time
@@ -83,7 +83,9 @@ GPU = Program(
     gathered_head=1.0, lanes=1,
 )  # fmt: skip
 
+# What XLA:TPU copies into another layout (`_turned`): where several loops read it; on one device.
 _TURNED = ("mlp/down/kernel", "attention/query/kernel", "attention/out/kernel")
+_TURNED_ALONE = (*TPU.copied, "attention/out/kernel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -341,19 +343,20 @@ def _turns_weights(sizes: Sizes) -> bool:
 def _turned(sizes: Sizes) -> float:
     """Weights of all layers that XLA:TPU copies into another layout: where several loops read them
     (`model.layers`), of neighbours of one kind in periods and in what is left of one; and on one
-    device attention's, where layers are run again and heads fill lanes."""
-    model = sizes.run.model
+    device attention's, where layers are run again and heads fill lanes. Not those of the host, nor
+    those that `_copies` has."""
     if sizes.run.offload.parameters:
         return 0.0
-    if _periods(sizes) == 1:
-        lanes = model.head_dim % TPU.lanes == 0 and not keeps_all(sizes)
-        alone = is_one_device(sizes.run) and lanes
-        return _bytes_of(sizes, (*TPU.copied, "attention/out/kernel")) if alone else 0.0
-    already = TPU.copied if sizes.axes_of("embed", "parameters") else ()
-    return _bytes_of(sizes, [name for name in _TURNED if name not in already])
+    if _periods(sizes) > 1:
+        already = TPU.copied if sizes.axes_of("embed", "parameters") else ()
+        return _parameter_bytes(sizes, [name for name in _TURNED if name not in already])
+    fills_lanes = sizes.run.model.head_dim % TPU.lanes == 0
+    if is_one_device(sizes.run) and fills_lanes and not keeps_all(sizes):
+        return _parameter_bytes(sizes, _TURNED_ALONE)
+    return 0.0
 
 
-def _bytes_of(sizes: Sizes, names: Sequence[str]) -> float:
+def _parameter_bytes(sizes: Sizes, names: Sequence[str]) -> float:
     """Of a device's shares of the layers' parameters whose names end so."""
     return sum(
         sizes.param_bytes * sizes.local(leaf, "parameters")

@@ -102,7 +102,8 @@ class Moved:
     alone: tuple[float, float] | None = None  # `shares` of one device, where weights are cast only
 
 
-# Counted in the programs of llama3_8b, and fitted to those of tests/golden/programs.jsonl.
+# Counted in the programs of llama3_8b, and fitted to those of tests/golden/programs.jsonl; `alone`
+# counted in those of one GPU in few_devices.jsonl.
 GPU = Moved(
     mlp=(3.0, 6.0), stream=(7.0, 7.0), heads=(2.0, 4.0), normed=(4.0, 6.0), ring=25.0,
     weights=(0.1, 0.1), shares=(3.0, 4.0), gradients=3.0,
@@ -411,8 +412,8 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     stream = moved.stream[index] * costs.norms_of_block(model) / 2
     yield "norms and residuals", stream * number * sizes.tokens_between * model.width, 1.0
     yield "heads", head_passes * number * sizes.tokens * heads / tensor, 1.0
-    times = (is_one_device(sizes.run) and moved.alone) or moved.shares
-    weights = moved.weights[index] * number * of_layer + times[index] * FP32 * shares
+    passes = (is_one_device(sizes.run) and moved.alone) or moved.shares
+    weights = moved.weights[index] * number * of_layer + passes[index] * FP32 * shares
     yield "weights", weights, moved.launches[index]
     steps = sizes.mesh["sequence"] // sizes.run.attention.ulysses
     if steps > 1:

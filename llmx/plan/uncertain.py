@@ -8,12 +8,16 @@ from collections.abc import Iterator, Sequence
 from llmx.aot.report import size
 from llmx.aot.topologies import Topology
 from llmx.config import Config, state_memory, utilization
+from llmx.config.axes import is_one_device
 from llmx.plan import sizes, traffic
 from llmx.plan.sizes import Sizes
 from llmx.plan.traffic import Message
 
 SHORT = 0.05  # seconds of a step
 SMALL = 2.5e8  # parameters: vocabulary and loss are most of what a device holds
+# Tokens of a device below which, and devices that split the weights above which, what is gathered
+# decides.
+FEW_TOKENS, MANY_WAYS = 512, 64
 FEW = 12  # layers; those of the mixtures that were compared are 32 and more
 # Of the steps that are compared in docs/plan.md; their times were off by 11%.
 _STRATEGIES = ("top_k", "diloco", "zero_one")
@@ -35,6 +39,17 @@ def of(run: Config, topology: Topology, sent: Sequence[Message], step: float) ->
             "memory with fp8 on GPUs: results of a layer's products, which are fp32 at first, are "
             "left out"
         )
+    ways = counted.size(counted.axes_of("embed", "parameters"))
+    few = counted.tokens_between < FEW_TOKENS
+    if topology.platform == "gpu" and ways > 1 and (few or ways > MANY_WAYS):
+        found.append(
+            "few tokens beside the weights that a GPU gathers, or weights over many GPUs: memory a "
+            "fifth more or less, time up to twice as long"
+        )
+    if topology.platform == "tpu" and is_one_device(run):
+        found.append("the time on one TPU: a fifth more or less, in fp32 half as much")
+    if topology.platform == "tpu" and run.pipeline.schedule.startswith("zb"):
+        found.append("the time of a zero-bubble schedule on TPUs: once half as long again")
     if run.model.ngram_tables:
         found.append("memory, traffic and time of the tables of n-grams: they are not counted")
     numbers = sum(leaf.numbers for leaf in state_memory.leaves(run.model))

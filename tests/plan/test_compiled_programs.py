@@ -76,14 +76,15 @@ def test_bytes_sent(name):
 
 
 def test_what_is_admitted_fits():
-    files = sorted((ROOT / "tests" / "golden").glob("*.jsonl"))
-    programs = [one for path in files for one in compiled_programs.read(path)]
-    assert len(programs) >= 190
-    for program in programs:
+    """Few of them are near their device's limit, so also: few are counted 5% too low or more, which
+    is what is left free."""
+    found = [one for path in (ROOT / "tests" / "golden").glob("*.jsonl") for one in of_golden(path)]
+    for program, error in found:
         limit = topologies.parse(program.topology).hbm_bytes
-        error = compiled_programs.errors(program, ROOT / "configs").peak
-        counted = (1 + error) * program.peak
+        counted = (1 + error.peak) * program.peak
         assert program.peak <= limit or counted > search.ADMITTED * limit, program.name
+    low = [program.name for program, error in found if error.peak < search.ADMITTED - 1]
+    assert len(found) >= 190 and len(low) <= 0.07 * len(found), low
 
 
 def test_peak_memory_of_programs_that_were_drawn_on_average():
@@ -112,26 +113,30 @@ def test_programs_that_were_drawn(name):
         assert abs(error) <= 0.02 or abs(error * sent - half.get(axes, 0.0)) <= 0.02 * sent, axes
 
 
-def of_golden(name):
-    """(bytes of the peak, errors) of each program of a file."""
-    programs = compiled_programs.read(ROOT / "tests" / "golden" / name)
-    return [(one.peak, compiled_programs.errors(one, ROOT / "configs")) for one in programs]
+@functools.cache
+def of_golden(path):
+    """Each program of a file, and its errors."""
+    programs = compiled_programs.read(path)
+    return [(one, compiled_programs.errors(one, ROOT / "configs")) for one in programs]
 
 
 def test_programs_of_few_devices():
-    """One TPU or GPU, two, or whole parameters on each: where little or nothing is gathered."""
-    found = of_golden("few_devices.jsonl")
-    large = [abs(one.peak) for peak, one in found if peak >= 4 * 2**30]
+    """One TPU or GPU, two, or whole parameters on each: where little or nothing is gathered. GPT-2
+    on one v5e, of 2.5 GiB, is 15% off (docs/plan.md)."""
+    found = of_golden(ROOT / "tests" / "golden" / "few_devices.jsonl")
+    *others, last = sorted(abs(one.peak) for _, one in found)
     assert len(found) >= 40 and np.mean([abs(one.peak) for _, one in found]) <= 0.03
-    assert len(large) >= 30 and max(large) <= 0.08
+    assert max(others) <= 0.08 and last <= 0.16
     assert np.mean([abs(one.step) for _, one in found]) <= 0.1
     assert all(abs(error) <= 0.02 for _, one in found for error in one.sent.values())
 
 
 def test_programs_of_few_tokens():
-    """256 to 2,048 tokens a GPU, over 4 to 256 that split the weights: what is gathered decides.
+    """256 to 2,048 tokens a GPU, of 8 to 256 GPUs: what is gathered decides.
     That over 256, of 2 GiB, is 18% off (docs/plan.md)."""
-    found = sorted(abs(one.peak) for _, one in of_golden("few_tokens.jsonl"))
+    found = sorted(
+        abs(one.peak) for _, one in of_golden(ROOT / "tests" / "golden" / "few_tokens.jsonl")
+    )
     assert len(found) == 7 and np.mean(found[:-1]) <= 0.05 and found[-2] <= 0.08
     assert found[-1] <= 0.2
 

@@ -226,6 +226,12 @@ def test_what_is_uncertain_is_said():
     assert "scatters it where" in said(odd, V5P)[0]
     assert [line[:24] for line in said(run, V5P)] == ["the gradient of the head"]
     assert said(run, V5E) == [] and "this short" in said(run, V5E, 0.01)[0]
+    short = _run(mesh__fsdp=8, model__num_layers=24, model__vocab_size=100_000, batch__size=8)
+    assert "few tokens" in said(short, H100)[0] and "few tokens" not in str(said(short, V5P))
+    alone = topologies.parse("v5p:1x1x1")
+    assert "on one TPU" in str(said(_run(), alone)) and "on one TPU" not in str(said(run, V5P))
+    bubble = _run(mesh__fsdp=2, mesh__stage=4, batch__accumulation=4, pipeline__schedule="zb_h1")
+    assert "zero-bubble" in str(said(bubble, V5P)) and "zero-bubble" not in str(said(bubble, H100))
     stages = _run(mesh__fsdp=2, mesh__stage=4, batch__accumulation=4)
     assert "stages of one layer" in said(stages, H100)[0]
     experts = dict(model__num_experts=4, model__experts_per_token=2, model__expert_dim=512)
