@@ -145,7 +145,7 @@ def check_products(path: pathlib.Path, found: Mapping[Key, float], chip: hardwar
         for key in found
         if key[0] == "product"
     }
-    if not (wrong := {key for key in least if found[key] < least[key]}):
+    if not (wrong := [key for key in least if found[key] < least[key]]):
         return
     lines = path.read_text().splitlines(keepends=True)
     kept = [line for line in lines[1:] if tuple(json.loads(line)[0]) not in wrong]

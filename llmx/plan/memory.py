@@ -27,9 +27,8 @@ from llmx.config.axes import gathers_ahead, is_one_device
 from llmx.config.state_memory import leaves
 from llmx.model import quantization, remat, remat_costs
 from llmx.model.families import ModelConfig
-from llmx.plan import exchange, experts, traffic
+from llmx.plan import exchange, experts, head_memory
 from llmx.plan.sizes import Sizes
-from llmx.step import optimizers
 
 FP32 = 4
 IN_FLIGHT = 2  # shares of new parameters that are being gathered, on GPUs
@@ -129,16 +128,18 @@ def of(
         common.pop("gradients", None)  # the program makes them where the exchange's old state was
     peaks = {
         END_OF_FORWARD: common | _before_the_head(sizes, common, program) | {
-            "loss": max(loss_memory.of(sizes.run, on_gpu=on_gpu), _whole_heads(sizes, program)),
-            "gradient of the head": 0.0 if on_gpu else _whole_head(sizes, exchanges),
+            "loss": max(
+                loss_memory.of(sizes.run, on_gpu=on_gpu), head_memory.scattered(sizes, on_gpu)
+            ),
+            "gradient of the head": 0.0 if on_gpu else head_memory.in_the_loss(sizes, exchanges),
         },
         BACKWARD: common | {
             "rounded head": _rounded_table(sizes, "head") if not on_gpu else 0.0,
             "a layer": max(_layer(one, program) for one in sizes.stacks),
             "a segment": _segment(sizes.stacks[-1]),
-            "gradient of the head": _head_behind(sizes, on_gpu),
+            "gradient of the head": head_memory.behind_the_loss(sizes, on_gpu),
             "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
-            "tables in another layout": _padded_tables(sizes, program) if not on_gpu else 0.0,
+            "tables in another layout": head_memory.padded_tables(sizes, program.lanes),
         },
         UPDATE: _relaid(sizes, program) | {
             "updated parameters": _updated(sizes, on_gpu, device_bytes),
@@ -485,7 +486,7 @@ def _updated(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> float:
     gradient XLA:TPU keeps whole is updated before the others, and in its place, if there is one
     microbatch; and it fills heads up to whole lanes in new values of attention's weights."""
     at_once = not on_gpu and sizes.run.batch.accumulation == 1
-    in_place = sizes.head.name if at_once and _keeps_whole_head(sizes) else None
+    in_place = sizes.head.name if at_once and head_memory.keeps_whole(sizes) else None
     gathered = [
         leaf for leaf in leaves(sizes.run.model)
         if leaf.name != in_place
@@ -517,78 +518,10 @@ def _scheduled(sizes: Sizes, device_bytes: int) -> float:
     return 0.95 * (0.8 * device_bytes - sum(state(sizes).values()))
 
 
-def _head_behind(sizes: Sizes, on_gpu: bool) -> float:
-    """What the head's gradient takes more while layers are differentiated."""
-    if on_gpu:
-        return _tied_head(sizes)
-    summed = is_one_device(sizes.run) and utilization.loss_chunks(sizes.run) > 1
-    return FP32 * sizes.whole(sizes.head) if summed or _keeps_whole_head(sizes) else 0.0
-
-
-def _whole_head(sizes: Sizes, exchanges: bool) -> float:
-    """The head's gradient in the loss, where it is whole on each device, as that keeps no whole
-    lanes of it: of a chunk, or of all (`_keeps_whole_head`). Exchanges send a chunk's in parts."""
-    if _keeps_whole_head(sizes):
-        return FP32 * sizes.whole(sizes.head)
-    if exchanges or not _cuts_lanes(sizes):
-        return 0.0
-    return FP32 * sizes.whole(sizes.head) / utilization.loss_chunks(sizes.run)
-
-
-def _keeps_whole_head(sizes: Sizes) -> bool:
-    """Whether XLA:TPU sums the head's gradient once, behind the loop over chunks, and keeps that of
-    all until then: where a device has the whole head, and no whole lanes of its gradient."""
-    in_loop = utilization.loss_chunks(sizes.run) > 1 and sizes.mesh["stage"] == 1
-    return in_loop and not sizes.axes_of("embed", "parameters") and _cuts_lanes(sizes)
-
-
-def _cuts_lanes(sizes: Sizes) -> bool:
-    """Whether a device keeps no whole lanes of the head's gradient."""
-    return traffic.cuts_lanes(sizes, sizes.size(sizes.axes_of("embed", "gradients")))
-
-
-def _tied_head(sizes: Sizes) -> float:
-    """XLA:GPU keeps a tied head's gradient in the parameters' dtype until the lookups' is added to
-    it: what that takes beyond the reduce dtype."""
-    more = sizes.param_bytes - sizes.reduce_bytes
-    if not sizes.run.model.tied_head or more <= 0:
-        return 0.0
-    return more * sizes.local(sizes.head, "gradients")
-
-
-def _whole_heads(sizes: Sizes, program: Program) -> float:
-    """Behind the loss, where the head is whole and its gradient split: XLA:GPU scatters all chunks'
-    sum at once, and copies it into another layout for that."""
-    held = sizes.local(sizes.head, "parameters")
-    if program is not GPU or held <= sizes.local(sizes.head, "gradients"):
-        return 0.0
-    return 2 * sizes.param_bytes * held
-
-
-def _padding(sizes: Sizes, program: Program) -> float:
-    """By how much rows of a device's columns of the width grow where XLA:TPU fills them up to whole
-    lanes; 1 = they are whole, or sums over microbatches keep their layout."""
-    if sizes.run.batch.accumulation > 1:
-        return 1.0
-    columns = sizes.run.model.width // sizes.size(sizes.axes_of("embed", "parameters"))
-    return -(-columns // program.lanes) * program.lanes / columns
-
-
-def _padded_tables(sizes: Sizes, program: Program) -> float:
-    """XLA:TPU updates tables of the vocabulary in another layout where their columns are not whole
-    lanes: new values and moments, which it makes room for from the beginning."""
-    if (padding := _padding(sizes, program)) == 1:
-        return 0.0
-    tables = 1 if sizes.run.model.tied_head else 2
-    _, of_moments = optimizers.num_moments(sizes.run.optimizer)
-    of_one = FP32 * sizes.local(sizes.head, "parameters") * padding
-    return (1 + of_moments) * tables * of_one
-
-
 def _relaid(sizes: Sizes, program: Program) -> dict[str, float]:
     """At the update of such tables their gradient is there in both layouts, and the new values and
     moments padded, beside the old."""
-    if (padding := _padding(sizes, program)) == 1:
+    if (padding := head_memory.padding_of(sizes, program.lanes)) == 1:
         return {}
     table = FP32 * sizes.local(sizes.head, "parameters")
     rest = _gradients(sizes)
