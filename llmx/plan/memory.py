@@ -32,6 +32,7 @@ from llmx.plan.sizes import Sizes
 
 FP32 = 4
 IN_FLIGHT = 2  # shares of new parameters that are being gathered, on GPUs
+MOST_BODIES = 3  # as many as were seen
 WHOLE_HEADS = 3  # gradients of the head at a time, with gather="step"
 END_OF_FORWARD, BACKWARD, UPDATE = "end of forward", "backward", "update"
 
@@ -428,14 +429,15 @@ def _rounded_table(sizes: Sizes, name: str) -> float:
 
 
 def _bodies(model: ModelConfig) -> int:
-    """How many layers XLA:GPU has at a time. Neighbours of one kind are a loop, in a period and
-    behind the last whole one; of the loops behind one another one runs, while those of one or two
-    turns are written out, and begin before the others are done."""
+    """How many layers XLA:GPU has at a time, `MOST_BODIES` or fewer. Neighbours of one kind are a
+    loop, in a period and behind the last whole one; of the loops behind one another one runs, while
+    those of one or two turns are written out, and begin before the others are done."""
     kinds, period = model.layer_kinds, remat.period_of(model.layer_kinds)
     rest = len(kinds) % period
     parts = [kinds[:period], kinds[len(kinds) - rest :]] if rest else [kinds[:period]]
     turns = [len(list(of)) for part in parts for _, of in itertools.groupby(part)]
-    return sum(num <= 2 for num in turns) + any(num > 2 for num in turns)
+    found = sum(num <= 2 for num in turns) + any(num > 2 for num in turns)
+    return min(found, MOST_BODIES)
 
 
 def _layer(sizes: Sizes, program: Program) -> float:

@@ -227,7 +227,7 @@ def test_products_above_the_peak_are_measured_again(tmp_path, monkeypatch, capsy
     def clock(key):
         asked.append(key)
         if key[0] == "product":
-            return 2.0 * key[1] * key[2] * key[3] / (1.5e15 if key[1] == 1024 else 7e14)
+            return 2.0 * key[1] * key[2] * key[3] / (1.5e15 if key[1] == 1024 else 9.95e14)
         return fake(key)
 
     monkeypatch.setattr(calibrate, "measure", clock)
