@@ -32,6 +32,7 @@ from llmx.plan.sizes import Sizes
 
 FP32 = 4
 IN_FLIGHT = 2  # shares of new parameters that are being gathered, on GPUs
+GPUS_OF_A_HOST = 8
 MOST_BODIES = 3  # as many as were seen
 WHOLE_HEADS = 3  # gradients of the head at a time, with gather="step"
 END_OF_FORWARD, BACKWARD, UPDATE = "end of forward", "backward", "update"
@@ -178,7 +179,7 @@ def _saved(sizes: Sizes, program: Program) -> dict[str, float]:
     if program is GPU and run.batch.accumulation == 2 and gathers_ahead(run):
         # The loop is written out: the second microbatch begins before the first is done.
         copies = found["saved activations"]
-    elif sizes.mesh["sequence"] == 1 and _copies_for_microbatches(sizes) and _casts(sizes):
+    elif sizes.mesh["sequence"] == 1 and _copies_what_is_kept(sizes):
         copies += program.kept_copies * _inputs_alone(sizes.run) * _input_bytes(sizes)
     return found | {"copies of activations": copies}
 
@@ -325,9 +326,7 @@ def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
             for leaf in leaves(sizes.run.model)
             if leaf.name.endswith((*program.copied, *experts.copied(sizes)))
         )
-        found += copied * (
-            1 + program.kept_copies * (_copies_for_microbatches(sizes) and _casts(sizes))
-        )
+        found += copied * (1 + program.kept_copies * _copies_what_is_kept(sizes))
         if _copies_for_microbatches(sizes):
             found += program.gradient_copies * _gradients(sizes)["gradients"]
     return {"copies of weights and gradients": found}
@@ -387,6 +386,13 @@ def _copies_for_microbatches(sizes: Sizes) -> bool:
     """Whether XLA:GPU copies more for a loop over microbatches: not where tokens are split over
     `tensor`, as compiled with turns and without."""
     return sizes.run.batch.accumulation > 1 and sizes.mesh["tensor"] == 1
+
+
+def _copies_what_is_kept(sizes: Sizes) -> bool:
+    """Whether it then copies layers' inputs and weights, too: where these are cast, and gathered
+    inside a host, if they are."""
+    inside = sizes.size(sizes.axes_of("embed", "parameters")) <= GPUS_OF_A_HOST
+    return _copies_for_microbatches(sizes) and _casts(sizes) and inside
 
 
 def _casts(sizes: Sizes) -> bool:

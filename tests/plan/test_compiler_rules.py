@@ -52,6 +52,20 @@ def test_the_last_chunk_of_the_loss_is_there_while_layers_are_differentiated():
     assert loss_memory.kept_logits(whole, on_gpu=True) == 0
 
 
+def test_inputs_of_layers_are_copied_inside_a_host_only():
+    """On GPUs, for a loop over microbatches."""
+
+    def copies(ways):
+        keys = dict(batch__accumulation=4, batch__size=4 * ways, remat="full")
+        held = memory.of(sizes.of(_run(mesh__fsdp=ways, **keys)), on_gpu=True)
+        return held.peaks[memory.BACKWARD].get("copies of activations", 0)
+
+    run = _run(mesh__fsdp=8, batch__accumulation=4, batch__size=32, remat="full")
+    inputs = 2 * run.batch.sequence_length * 2048 * run.model.num_layers
+    queries = copies(16)
+    assert copies(8) - queries == inputs
+
+
 def test_one_device_sums_the_gradient_of_the_head_in_fp32():
     run = _run(loss__chunks=4, model__vocab_size=32768)
     peaks = memory.of(sizes.of(run)).peaks
