@@ -84,7 +84,7 @@ def cudnn_share(length: float, rows: float, head_dim: int, *, backward: bool) ->
     Args:
       length: positions of a document.
       rows: heads x documents.
-      backward: in the backward pass, whose FLOPs are 2.5 times those of the forward pass.
+      backward: in the backward pass, whose FLOPs are `BACKWARD_FLOPS` times the forward pass's.
     """
     most, *halves = _CUDNN[backward]
     sizes = (head_dim, length, rows * length)
@@ -204,6 +204,7 @@ def _kernel(core: Core, module: Module, computation: Computation, call: Instruct
 # Matrix products of attention: scores and values; backward scores again, and the gradients by
 # values, scores, queries and keys.
 _FORWARD, _BACKWARD = 2, 5
+BACKWARD_FLOPS = _BACKWARD / _FORWARD  # of the backward pass, in those of the forward pass
 _BY_NAME = (("dkv", 4), ("dq", 3), ("bwd", _BACKWARD), ("backward", _BACKWARD))
 
 

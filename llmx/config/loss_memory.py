@@ -62,8 +62,7 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     head = next(leaf for leaf in leaves(run.model) if leaf.name == name)
     of_chunk, copied = FP32 * tokens * rows, arrays.rows[kind]
     of_logits = gradients * compute * tokens * rows
-    split = any(vars(run.mesh)[axis] > 1 for axis in replica_axes(run, "parameters"))
-    if on_gpu and kind == 0 and compute == policy.param.itemsize and not split:
+    if on_gpu and kind == 0 and compute == policy.param.itemsize and not _is_split(run):
         copied = 0  # the head itself is read
     if kind == 2 and on_gpu and gathers_ahead(run):
         found = max(
@@ -82,9 +81,8 @@ def kept_logits(run: Config, *, on_gpu: bool = False) -> float:
     no loop over chunks (one, or two that gather ahead); where more gather ahead, those of the last
     chunk, which is behind the loop, and the head's gradient of it."""
     arrays, chunks = GPU if on_gpu else TPU, utilization.loss_chunks(run)
-    split = any(vars(run.mesh)[axis] > 1 for axis in replica_axes(run, "parameters"))
     compute = precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize
-    if on_gpu and split:
+    if on_gpu and _is_split(run):
         if chunks == 1 or (chunks == 2 and gathers_ahead(run)):
             return compute * _tokens(run) * _rows(run) * chunks
         if gathers_ahead(run):
@@ -92,6 +90,11 @@ def kept_logits(run: Config, *, on_gpu: bool = False) -> float:
     if chunks > 1 or not arrays.keeps_logits:
         return 0.0
     return FP32 * _tokens(run) * _rows(run)
+
+
+def _is_split(run: Config) -> bool:
+    """Whether devices have shares of the parameters."""
+    return any(vars(run.mesh)[axis] > 1 for axis in replica_axes(run, "parameters"))
 
 
 def _tokens(run: Config) -> float:

@@ -201,9 +201,13 @@ def _read(path: pathlib.Path, machine: Mapping[str, Any]) -> dict[Key, float]:
 
 def _replace(path: pathlib.Path, text: str) -> None:
     """Writes a file so that a process that is killed leaves it as it was."""
-    written = path.with_name(f"{path.name}.new")
-    written.write_text(text)
-    written.replace(path)
+    _new(path).write_text(text)
+    _new(path).replace(path)
+
+
+def _new(path: pathlib.Path) -> pathlib.Path:
+    """Where a file stands until it is whole."""
+    return path.with_name(f"{path.name}.new")
 
 
 def hardware_of(found: Mapping[Key, float], name: str, about: Mapping[str, Any]) -> Hardware:
@@ -383,8 +387,8 @@ def main(argv: Sequence[str]) -> int:
     machine = this_machine() | {"quick": args.quick}
     name = _family(machine["device_kind"]) or _name_of(machine["device_kind"])
     out = pathlib.Path(args.out or f"{name}.json")
-    part, written = (out.with_name(f"{out.name}.{end}") for end in ("part", "new"))
-    for path in (out, part, written):
+    part = out.with_name(f"{out.name}.part")
+    for path in (out, part, _new(out)):
         if path.exists() and not path.is_file():
             print(f"--out {out}: {path} is no file: give another --out", file=sys.stderr)
             return 2
@@ -396,8 +400,8 @@ def main(argv: Sequence[str]) -> int:
     note = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
     try:
         found = run(part, machine, keys, measure, note)
-        if base := hardware.DEVICE_KINDS.get(machine["device_kind"]):
-            check_products(part, found, hardware.CHIPS[base])
+        if chip := hardware.chip_of(machine["device_kind"]):
+            check_products(part, found, chip)
     except (ValueError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -406,8 +410,7 @@ def main(argv: Sequence[str]) -> int:
         return STOPPED
     about = machine | {"date": datetime.date.today().isoformat()}
     own = hardware_of({key: found[key] for key in keys}, name, about)
-    written.write_text(json.dumps(hardware_file.to_json(own), indent=1) + "\n")
-    written.replace(out)
+    _replace(out, json.dumps(hardware_file.to_json(own), indent=1) + "\n")
     part.unlink()
     exits.show(text(own, out))
     return 0

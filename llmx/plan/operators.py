@@ -172,6 +172,11 @@ class _Device:
             found.update(remat_costs.recomputed(model, policy, run.offload.saves))
         return {name: count / model.num_layers for name, count in found.items()}
 
+    @property
+    def ring_steps(self) -> int:
+        """Of attention's ring over `sequence`; 1 = there is none."""
+        return self.sizes.mesh["sequence"] // self.sizes.run.attention.ulysses
+
     def again_of(self, name: str) -> float:
         """How often the backward pass repeats a product, by the name of `of_layer`: the first of
         two factors wherever anything is, for the gradient of the second."""
@@ -319,7 +324,7 @@ def _attention(device: _Device) -> Iterator[Operator]:
     measured = _measured_attention(device, dtype) if device.core.calibration.attended else None
     shares, backward = (None, None), moved.attention_backward
     if device.core.calibration.cudnn and _by_cudnn(device):
-        shares, backward = _shares_of_cudnn(device), 2.5
+        shares, backward = _shares_of_cudnn(device), core_times.BACKWARD_FLOPS
     for name, moment, times, count in (
         ("attention forward", FORWARD, 1.0, 1.0),
         ("attention forward", BACKWARD, 1.0, again),
@@ -356,8 +361,7 @@ def _by_cudnn(device: _Device) -> bool:
 def _shares_of_cudnn(device: _Device) -> tuple[float, float]:
     """Of the peak FLOP/s that cuDNN's attention reaches, forward and backward."""
     sizes, run = device.sizes, device.sizes.run
-    steps = sizes.mesh["sequence"] // run.attention.ulysses  # of a ring
-    length, model = run.batch.sequence_length / steps, run.model
+    length, model = run.batch.sequence_length / device.ring_steps, run.model
     rows = sizes.tokens / length * model.num_heads / sizes.mesh["tensor"]
     of_h200 = (
         core_times.cudnn_share(length, rows, model.head_dim, backward=backward)
@@ -415,8 +419,7 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     passes = (is_one_device(sizes.run) and moved.alone) or moved.shares
     weights = moved.weights[index] * number * of_layer + passes[index] * FP32 * shares
     yield "weights", weights, moved.launches[index]
-    steps = sizes.mesh["sequence"] // sizes.run.attention.ulysses
-    if steps > 1:
+    if (steps := device.ring_steps) > 1:
         queries = number * sizes.tokens * model.num_heads * model.head_dim / tensor
         yield "ring", moved.ring * steps * queries * (2 / 3 if index else 1 / 3), 1.0
     alone = sizes.mesh["stage"] == 1 and memory.keeps_all(sizes)

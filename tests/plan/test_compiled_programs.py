@@ -26,9 +26,16 @@ BY_NAME = {program.name: program for program in PROGRAMS}
 DRAWN_BY_NAME = {program.name: program for program in DRAWN}
 
 
+ALL = {
+    program.name: program
+    for path in (ROOT / "tests" / "golden").glob("*.jsonl")
+    for program in compiled_programs.read(path)
+}
+
+
 @functools.cache
 def errors(name):
-    return compiled_programs.errors((BY_NAME | DRAWN_BY_NAME)[name], ROOT / "configs")
+    return compiled_programs.errors(ALL[name], ROOT / "configs")
 
 
 def test_there_are_programs_of_all_kinds():
@@ -78,7 +85,7 @@ def test_bytes_sent(name):
 def test_what_is_admitted_fits():
     """Few of them are near their device's limit, so also: few are counted 5% too low or more, which
     is what is left free."""
-    found = [one for path in (ROOT / "tests" / "golden").glob("*.jsonl") for one in of_golden(path)]
+    found = [(program, errors(name)) for name, program in ALL.items()]
     for program, error in found:
         limit = topologies.parse(program.topology).hbm_bytes
         counted = (1 + error.peak) * program.peak
@@ -113,11 +120,9 @@ def test_programs_that_were_drawn(name):
         assert abs(error) <= 0.02 or abs(error * sent - half.get(axes, 0.0)) <= 0.02 * sent, axes
 
 
-@functools.cache
 def of_golden(path):
     """Each program of a file, and its errors."""
-    programs = compiled_programs.read(path)
-    return [(one, compiled_programs.errors(one, ROOT / "configs")) for one in programs]
+    return [(program, errors(program.name)) for program in compiled_programs.read(path)]
 
 
 def test_programs_of_few_devices():
