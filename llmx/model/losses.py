@@ -31,6 +31,9 @@ from llmx.sharding import mesh_axes
 # Automatic chunks: local logits of a chunk stay under this many bytes and rows.
 CHUNK_BYTES = 512 * 2**20
 CHUNK_ROWS = 32 * 1024
+# Rows of a chunk are a multiple of this where they can be: 16 bytes of bf16. Of an H200's products
+# of other widths some took twice as long (docs/performance.md).
+ALIGNED = 8
 
 
 NATS = "nats"
@@ -142,9 +145,17 @@ def head_loss(
 
 
 def num_chunks(num_tokens: int, num_rows: int) -> int:
-    """The fewest parts of `num_rows` that keep the logits of a part under the limits above."""
-    rows = max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * num_tokens)))
-    return next(n for n in range(1, num_rows + 1) if num_rows % n == 0 and num_rows // n <= rows)
+    """The fewest parts of `num_rows` that keep the logits of a part under the limits above.
+
+    If their rows are no multiple of `ALIGNED`, the nearest number of parts with such rows: up to
+    twice as many, or else fewer, of up to twice the limits.
+    """
+    limit = max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * num_tokens)))
+    parts = [n for n in range(1, num_rows + 1) if num_rows % n == 0 and num_rows // n <= 2 * limit]
+    fewest = next(n for n in parts if num_rows // n <= limit)
+    aligned = [n for n in parts if num_rows // n % ALIGNED == 0 and n <= 2 * fewest]
+    more, fewer = [n for n in aligned if n >= fewest], [n for n in aligned if n < fewest]
+    return min(more, default=max(fewer, default=fewest))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib.resources
 import io
+import json
 
 from llmx.aot import core_times
 from llmx.plan.gemm import Calibration, Core, Measured
@@ -51,33 +52,43 @@ def core_of(name: str) -> Core:
     return Core(chip, dataclasses.replace(shares_of(chip, units), table=products_of(name)))
 
 
-# XLA:TPU fuses what comes before and behind a product into it, which then takes longer than alone:
-# of Llama 3 8B's in their program on a v5p the shares of the peak are 0.62 to 0.92, on average this
-# much of those that stand alone.
-FUSED = 0.9
+# What a product of a step reaches of what one alone does, by `Chip.topology`. TPUs: XLA fuses what
+# comes before and behind a product into it; of Llama 3 8B's on a v5p the shares of the peak are
+# 0.62 to 0.92, on average this much of those alone. GPUs: fitted to 18 steps of an H200
+# (tests/golden/steps); its profiles show 0.67 to 0.75 of the peak where products alone have 0.78.
+IN_STEPS = {"torus_2d": 0.9, "torus_3d": 0.9, "switch": 0.88, "pair": 0.88}
 
+# GPUs: a head's chunks of 4,748 rows reached 395 TFLOP/s on an H200, where others reach 690
+# (docs/performance.md).
+UNALIGNED = 0.57
 
 # Chips without a table of their own, and those whose products are as theirs: units of 128 x 128,
-# and of 256 x 256.
-ALIKE = {"tpu_v4": "tpu_v5p", "tpu7x": "tpu_v6e"}
+# and of 256 x 256; the same processor at the same power.
+ALIKE = {"tpu_v4": "tpu_v5p", "tpu7x": "tpu_v6e", "h100_sxm": "h200"}
 
 
 @functools.cache
 def products_of(name: str) -> tuple[Measured, ...]:
-    """Products of a chip by the cycles that XLA:TPU estimates; () = there is no table.
+    """Products of a chip, each alone; () = there is no table.
 
-    Tables are written by scripts/tpu_products.py (libtpu 0.0.42.1). Each shape has three rows, of
-    the roles that a product has in training: where a shape is one's and where another's, it depends
-    on the model, so that their mean stands for all.
+    Of TPUs by the cycles that XLA:TPU estimates: NAME.csv, by scripts/tpu_products.py (libtpu
+    0.0.42.1). Of GPUs as measured: NAME.json, which `llmx.plan calibrate` wrote and which says of
+    what and when. Shapes have rows of the roles that a product has in training: where a shape is
+    one's and where another's, it depends on the model, so that their mean stands for all.
     """
     name = ALIKE.get(name, name)
-    path = importlib.resources.files("llmx.plan") / "tables" / f"{name}.csv"
-    if not path.is_file():
+    folder = importlib.resources.files("llmx.plan") / "tables"
+    if (path := folder / f"{name}.json").is_file():
+        rows = json.loads(path.read_text())["calibration"]["table"]
+        return tuple(Measured(*row) for row in rows)
+    if not (path := folder / f"{name}.csv").is_file():
         return ()
     rows = csv.DictReader(io.StringIO(path.read_text()))
     return tuple(
-        Measured(int(row["m"]), int(row["n"]), int(row["k"]), "bfloat16",
-                 FUSED * float(row["share"]))
+        Measured(
+            int(row["m"]), int(row["n"]), int(row["k"]), "bfloat16",
+            min(1.0, float(row["share"])),  # a v6e's clock is inferred
+        )
         for row in rows
     )  # fmt: skip
 
@@ -88,5 +99,6 @@ def shares_of(chip: hardware.Chip, units: int = 1) -> Calibration:
     return Calibration(
         products=core.products, memory=core.memory, units=units, start=core.launch,
         attention=core.kernels if core.triton is None else core.triton,
-        cudnn=None if core.triton is None else 1.0,
+        cudnn=1.0 if chip.is_gpu else None, in_steps=IN_STEPS.get(chip.topology, 1.0),
+        unaligned=UNALIGNED if chip.is_gpu else 1.0,
     )  # fmt: skip

@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from llmx.model import losses
 from llmx.model.attention import blockwise
 from llmx.runtime import hardware
 
@@ -91,7 +92,10 @@ class Calibration:
     links: float = 0.82  # share of the links' bandwidth that rings within a node reach
     network: float = 0.9  # the same of the adapters to the network
     collective: float = 15e-6  # seconds of a collective without bytes and hops
-    table: tuple[Measured, ...] = ()  # where products of the chip were measured
+    table: tuple[Measured, ...] = ()  # where products of the chip were measured, each alone
+    in_steps: float = 1.0  # what a product of a step reaches, as a share of one of `table`
+    # What one reaches whose M, N or K is no multiple of `losses.ALIGNED`, as a share of others.
+    unaligned: float = 1.0
     streamed: tuple[Streamed, ...] = ()  # the same of elementwise operators, by size
     attended: tuple[Attended, ...] = ()  # the same of attention
     fresh: float = 0.0  # bytes/s of the first write to new memory; 0: nothing is allocated in steps
@@ -144,11 +148,14 @@ def seconds(
 ) -> float:
     """The time of `batch` products [m, k] x [k, n]; `out`: type of the result, else `dtype`."""
     curve = _curve(m, n, k, dtype, core, batch, out or dtype)
+    if any(size % losses.ALIGNED for size in (m, n, k)):
+        curve /= core.calibration.unaligned
     if not core.calibration.table:
         return core.calibration.start + curve
     # However few rows a table has: no product beats the peak.
     least = 2.0 * batch * m * n * k / _peak(dtype, core)
-    return core.calibration.start + max(least, curve / _correction(m, n, k, dtype, core))
+    share = core.calibration.in_steps * _correction(m, n, k, dtype, core)
+    return core.calibration.start + max(least, curve / share)
 
 
 def memory_seconds(num_bytes: float, core: Core) -> float:

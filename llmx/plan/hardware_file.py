@@ -22,6 +22,7 @@ import difflib
 import json
 import math
 import pathlib
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -38,7 +39,8 @@ TOPOLOGIES = ("torus_2d", "torus_3d", "switch", "pair", SHARED)
 USABLE = 0.98  # of a device's memory without a base
 _OTHERS = ("name", "base", "usable_bytes", "calibration", "rates", "measured")
 _Values = typing.TypeVar("_Values")
-_SHARES = ("products", "memory", "attention", "cudnn", "links", "network", "share")
+_SHARES = ("products", "memory", "attention", "cudnn", "in_steps", "unaligned", "links",
+           "network", "share")  # fmt: skip
 _FLOPS = sorted({name for chip in hardware.CHIPS.values() for name in chip.flops})
 # Per second, of any device: less is in another unit.
 _RATES, _LEAST_RATE = ("flops", "hbm_bandwidth", "link_bandwidth", "network_bandwidth"), 1e6
@@ -141,8 +143,18 @@ def of(values: Any) -> Hardware:
     return Hardware(name, family, core, rates, usable, measured)
 
 
+def to_text(found: Hardware) -> str:
+    """A file that says all of it, without a base; each row of a table on a line."""
+    text = json.dumps(to_json(found), indent=1)
+    return re.sub(r"\[\s+([^][{}]*?)\s+\]", _on_one_line, text) + "\n"
+
+
+def _on_one_line(row: re.Match) -> str:
+    return "[" + re.sub(r"\s+", " ", row[1]) + "]"
+
+
 def to_json(found: Hardware) -> dict[str, Any]:
-    """The values of a file that says all of it, without a base."""
+    """The values of `to_text`."""
     chip = {name: value for name, value in vars(found.core.chip).items() if name != "name"}
     calibration = dataclasses.asdict(found.core.calibration)
     for name, value in calibration.items():

@@ -32,8 +32,9 @@ from llmx.plan.sizes import Sizes
 
 FP32 = 4
 IN_FLIGHT = 2  # shares of new parameters that are being gathered, on GPUs
-GPUS_OF_A_HOST = 8
+MOST_COPIED = 8  # GPUs that gather weights: as compiled with 4 and 8, on hosts of 4 too, and 16
 MOST_BODIES = 3  # as many as were seen
+WRITTEN_OUT = 2  # turns of a loop, by XLA:GPU
 WHOLE_HEADS = 3  # gradients of the head at a time, with gather="step"
 END_OF_FORWARD, BACKWARD, UPDATE = "end of forward", "backward", "update"
 
@@ -390,9 +391,9 @@ def _copies_for_microbatches(sizes: Sizes) -> bool:
 
 def _copies_what_is_kept(sizes: Sizes) -> bool:
     """Whether it then copies layers' inputs and weights, too: where these are cast, and gathered
-    inside a host, if they are."""
-    inside = sizes.size(sizes.axes_of("embed", "parameters")) <= GPUS_OF_A_HOST
-    return _copies_for_microbatches(sizes) and _casts(sizes) and inside
+    over few GPUs, if they are."""
+    few = sizes.size(sizes.axes_of("embed", "parameters")) <= MOST_COPIED
+    return _copies_for_microbatches(sizes) and _casts(sizes) and few
 
 
 def _casts(sizes: Sizes) -> bool:
@@ -434,15 +435,30 @@ def _rounded_table(sizes: Sizes, name: str) -> float:
     return sizes.compute_bytes * sum(sizes.whole(leaf) for leaf in tables)
 
 
+def share_in_loops(sizes: Sizes) -> float:
+    """The share of layers that are in a loop of their own within that over periods."""
+    model = sizes.run.model
+    if _periods(sizes) == 1:
+        return 0.0
+    in_loops = sum(num for num in _series(model) if num > WRITTEN_OUT)
+    return in_loops / sum(_series(model))
+
+
+def _series(model: ModelConfig) -> list[int]:
+    """How many neighbours of one kind follow one another in a period, and behind the last whole
+    one."""
+    kinds, period = model.layer_kinds, remat.period_of(model.layer_kinds)
+    rest = len(kinds) % period
+    parts = [kinds[:period], kinds[len(kinds) - rest :]] if rest else [kinds[:period]]
+    return [len(list(of)) for part in parts for _, of in itertools.groupby(part)]
+
+
 def _bodies(model: ModelConfig) -> int:
     """How many layers XLA:GPU has at a time, `MOST_BODIES` or fewer. Neighbours of one kind are a
     loop, in a period and behind the last whole one; of the loops behind one another one runs, while
     those of one or two turns are written out, and begin before the others are done."""
-    kinds, period = model.layer_kinds, remat.period_of(model.layer_kinds)
-    rest = len(kinds) % period
-    parts = [kinds[:period], kinds[len(kinds) - rest :]] if rest else [kinds[:period]]
-    turns = [len(list(of)) for part in parts for _, of in itertools.groupby(part)]
-    found = sum(num <= 2 for num in turns) + any(num > 2 for num in turns)
+    series = _series(model)
+    found = sum(num <= WRITTEN_OUT for num in series) + any(num > WRITTEN_OUT for num in series)
     return min(found, MOST_BODIES)
 
 

@@ -76,6 +76,7 @@ class Moved:
     gradients: float  # of a device's share of a layer's gradients
     saves: tuple[float, float]  # of what a layer saves
     kept: tuple[float, float]  # the same where a layer saves everything
+    nested: tuple[float, float]  # more of what layers save in a loop within that over periods
     slots: tuple[float, float]  # the same where layers are no loop, so that ticks share a body
     rounded: float  # bytes for each number that fp8 or int8 products round
     # Operators: of a layer; of a product that rounds its factors, more; of a microbatch's loss, and
@@ -107,7 +108,7 @@ class Moved:
 GPU = Moved(
     mlp=(3.0, 6.0), stream=(7.0, 7.0), heads=(2.0, 4.0), normed=(4.0, 6.0), ring=25.0,
     weights=(0.1, 0.1), shares=(3.0, 4.0), gradients=3.0,
-    saves=(2.2, 0.2), kept=(2.2, 0.2), slots=(2.2, 0.2),
+    saves=(2.2, 0.2), kept=(3.0, 0.5), nested=(3.7, 2.0), slots=(2.2, 0.2),
     rounded=13.0, launches=(25.0, 45.0), of_rounding=7.5,
     of_loss=(30.0, 14.0), of_update=10.0, logits=14.0, lookups=3.0, tied=2.0, cuts=6.0, norms=1.0,
     update=6.5, sums=2.0, attention_backward=3.5, alone=(1.5, 0.0),
@@ -115,7 +116,7 @@ GPU = Moved(
 TPU = Moved(
     mlp=(0.0, 0.0), stream=(10.0, 16.0), heads=(18.0, 45.0), normed=(4.0, 6.0), ring=60.0,
     weights=(0.0, 0.0), shares=(2.5, 5.0), gradients=12.0,
-    saves=(4.0, 4.0), kept=(3.0, 1.0), slots=(2.0, 0.0),
+    saves=(4.0, 4.0), kept=(3.0, 1.0), nested=(0.0, 0.0), slots=(2.0, 0.0),
     rounded=10.0, launches=(25.0, 50.0), of_rounding=2.0,
     of_loss=(30.0, 8.0), of_update=8.0, logits=11.0, lookups=0.0, tied=0.0, cuts=0.0, norms=0.0,
     update=7.0, sums=3.0, attention_backward=2.5,
@@ -125,7 +126,7 @@ TPU = Moved(
 CPU = Moved(
     mlp=(2.0, 4.0), stream=(8.0, 8.0), heads=(4.0, 8.0), normed=(4.0, 6.0), ring=0.0,
     weights=(1.0, 1.0), shares=(1.0, 1.0), gradients=2.0,
-    saves=(2.0, 1.0), kept=(2.0, 1.0), slots=(2.0, 1.0),
+    saves=(2.0, 1.0), kept=(2.0, 1.0), nested=(0.0, 0.0), slots=(2.0, 1.0),
     rounded=20.0, launches=(30.0, 60.0), of_rounding=0.0,
     of_loss=(0.0, 8.0), of_update=1.0, logits=12.0, lookups=0.0, tied=0.0, cuts=0.0, norms=0.0,
     update=7.0, sums=2.0, attention_backward=2.5,
@@ -321,9 +322,13 @@ def _attention(device: _Device) -> Iterator[Operator]:
     again = device.again.get(remat.ATTENTION, 0.0) + device.whole_again
     arrays = sizes.compute_bytes * sizes.tokens * model.head_dim / sizes.mesh["tensor"]
     arrays *= 2 * (model.num_heads + model.num_kv_heads)
-    measured = _measured_attention(device, dtype) if device.core.calibration.attended else None
+    calibration = device.core.calibration
+    by_cudnn = calibration.cudnn is not None and _by_cudnn(device)
+    # On GPUs cuDNN's is measured.
+    is_measured = calibration.attended and (by_cudnn or calibration.cudnn is None)
+    measured = _measured_attention(device, dtype) if is_measured else None
     shares, backward = (None, None), moved.attention_backward
-    if device.core.calibration.cudnn and _by_cudnn(device):
+    if by_cudnn:
         shares, backward = _shares_of_cudnn(device), core_times.BACKWARD_FLOPS
     for name, moment, times, count in (
         ("attention forward", FORWARD, 1.0, 1.0),
@@ -426,7 +431,8 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     passes = moved.kept if alone else moved.saves
     if traffic.passes_of(sizes.run).shared:
         passes = moved.slots
-    yield SAVES, passes[index] * device.saved, 1.0
+    times = passes[index] + moved.nested[index] * memory.share_in_loops(sizes)
+    yield SAVES, times * device.saved, 1.0
     if index:
         gradients = sum(sizes.local(leaf, "gradients") for leaf in sizes.weights)
         gradients *= sizes.reduce_bytes * sizes.mesh["stage"] / model.num_layers

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 
@@ -257,6 +258,33 @@ def test_num_chunks_is_the_fewest_under_both_limits():
     fewer = [n for n in range(1, num) if rows % n == 0]
     assert all(4 * tokens * (rows // n) > limit or rows // n > losses.CHUNK_ROWS for n in fewer)
     assert losses.num_chunks(10**12, 7) == 7  # never more parts than rows
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "parts"),
+    [
+        (8192, 151936, 16),  # 9,496 rows each, under the limit of 16,384
+        (16384, 151936, 16),  # at most 8,192 rows: 32 parts have 4,748, 64 have 2,374
+        (32768, 151936, 64),  # 9,496 rows would be more than twice the limit of 4,096
+        (65536, 50304, 48),  # at most 2,048 rows: 32 parts have 1,572, 48 have 1,048
+        (16384, 128256, 16),
+    ],
+)
+def test_rows_of_a_chunk_are_whole_vectors_where_they_can_be(tokens, rows, parts):
+    assert losses.num_chunks(tokens, rows) == parts
+
+
+def test_num_chunks_of_any_rows():
+    """Against the definition: the fewest parts under the limit, or the nearest aligned ones."""
+    some_rows = (*range(1, 700), 32000, 50304, 151936, 152064, 201088, 262272)
+    for rows, tokens in itertools.product(some_rows, (1, 100, 4096, 10**5, 10**6, 10**9)):
+        limit = max(1, min(losses.CHUNK_ROWS, losses.CHUNK_BYTES // (4 * tokens)))
+        parts = [n for n in range(1, rows + 1) if rows % n == 0]
+        fewest = min(n for n in parts if rows // n <= limit)
+        more = [n for n in parts if fewest <= n <= 2 * fewest and rows // n % 8 == 0]
+        fewer = [n for n in parts if n < fewest and rows // n <= 2 * limit and rows // n % 8 == 0]
+        wanted = more[0] if more else fewer[-1] if fewer else fewest
+        assert losses.num_chunks(tokens, rows) == wanted
 
 
 def largest_array(text: str) -> int:

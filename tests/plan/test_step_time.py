@@ -1,6 +1,7 @@
 """The time of a step: its operators are the model's products, its messages the links' bytes."""
 
 import dataclasses
+import importlib.resources
 import pathlib
 import types
 
@@ -17,6 +18,7 @@ from llmx.plan import (
     auto,
     calibrations,
     gemm,
+    hardware_file,
     machines,
     operators,
     routes,
@@ -260,8 +262,41 @@ def test_products_on_tpus_are_by_their_tables():
         shares = [row.share for row in core.calibration.table if row[:3] == shape]
         flops = 2.0 * np.prod(shape)
         found = flops / gemm.seconds(*shape, "bfloat16", core) / core.chip.peak("bfloat16")[0]
-        assert found == pytest.approx(np.exp(np.mean(np.log(shares))), rel=1e-3)
+        alone = np.exp(np.mean(np.log(shares)))
+        assert found == pytest.approx(calibrations.IN_STEPS["torus_3d"] * alone, rel=1e-3)
     assert calibrations.core_of("tpu_v4").calibration.table == core.calibration.table
+
+
+def test_products_on_hopper_are_as_measured():
+    """The file that `calibrate` wrote: read back whole, and taken for both chips."""
+    path = importlib.resources.files("llmx.plan") / "tables" / "h200.json"
+    own = hardware_file.read(path)
+    assert own.measured["device_kind"] == "NVIDIA H200"
+    assert hardware_file.to_text(own) == path.read_text()
+    for name in ("h200", "h100_sxm"):
+        core = calibrations.core_of(name)
+        assert core.calibration.table == own.core.calibration.table
+        for row in core.calibration.table[::20]:
+            same = [one.share for one in core.calibration.table if one[:3] == row[:3]]
+            seconds = gemm.seconds(*row[:4], core) - core.calibration.start
+            flops = 2.0 * np.prod(row[:3])
+            share = flops / seconds / core.chip.peak("bfloat16")[0]
+            alone = np.exp(np.mean(np.log(same)))
+            assert share == pytest.approx(calibrations.IN_STEPS["switch"] * alone, rel=1e-3)
+
+
+def test_products_of_odd_sizes_are_slower_on_gpus():
+    """Beside sizes that differ by one: no table has so small a step."""
+    aligned = [16384, 4752, 1024]
+
+    def times(name: str, sizes) -> float:
+        core = calibrations.core_of(name)
+        return gemm.seconds(*sizes, "bfloat16", core) - core.calibration.start
+
+    for place in range(3):
+        odd = [size - (at == place) for at, size in enumerate(aligned)]
+        for name, factor in (("h200", 1 / calibrations.UNALIGNED), ("tpu_v5p", 1.0)):
+            assert times(name, odd) / times(name, aligned) == pytest.approx(factor, rel=0.02)
 
 
 def _device(index, kind, platform, coords=None, process=0):
