@@ -17,6 +17,7 @@ from llmx.plan import network, traffic
 from llmx.plan.network import StepGroup
 from llmx.plan.sizes import Sizes
 from llmx.plan.traffic import Message
+from llmx.sharding import scatter
 from llmx.sync import replicas as replicas_lib
 from llmx.sync.replicas import MEAN
 
@@ -40,10 +41,12 @@ _KIND = jax.sharding.AbstractDevice("", None, "gpu")
 
 def on(sizes: Sizes, topology: Topology, *, phase: str = "") -> list[Message]:
     """All messages of a step of a resolved run on a machine."""
+    of_slice = topology.num_devices // topology.num_slices
     return messages(
         sizes, turns=recipe.turns_of(sizes.run, topology.device_kind), 
         on_gpu=topology.platform == "gpu", phase=phase, deferred=deferred_on(sizes.run, topology),
         exchanges=sharding.exchanges(topology.device_kind, topology.num_devices),
+        summed=of_slice if scatter.is_summed(topology.device_kind, topology.num_devices) else 0,
     )  # fmt: skip
 
 

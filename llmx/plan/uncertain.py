@@ -26,7 +26,7 @@ _STRATEGIES = ("top_k", "diloco", "zero_one")
 def of(run: Config, topology: Topology, sent: Sequence[Message], step: float) -> list[str]:
     """Of a resolved run. `sent`: its messages; `step`: seconds."""
     counted = sizes.of(run)
-    found = list(_of_head(counted, topology, sent))
+    found = [*_of_head(counted, topology, sent), *_of_attention(counted, topology, sent)]
     if run.mesh.stage > 1:
         found += _of_stages(run)
     if run.model.num_experts and run.model.num_layers < FEW:
@@ -85,6 +85,22 @@ def _of_head(counted: Sizes, topology: Topology, sent: Sequence[Message]) -> Ite
         yield (
             f"the gradient of the head: in some shapes XLA:TPU sums all of it on every device, "
             f"{size(more)} more along {axes}"
+        )
+
+
+def _of_attention(counted: Sizes, topology: Topology, sent: Sequence[Message]) -> Iterator[str]:
+    """The same of attention's weights: as compiled with 120, 200 and 376 columns, some of them."""
+    axes = counted.axes_of("embed", "gradients")
+    columns = counted.run.model.width // counted.size(axes)
+    if topology.platform != "tpu" or columns % (2 * traffic.ROWS) != traffic.ROWS:
+        return
+    more = sum(
+        one.sent for one in sent if one.kind == "reduce-scatter" and "/attention/" in one.name
+    )
+    if more and counted.run.model.width % traffic.LANES:
+        yield (
+            f"gradients of attention in {columns} columns: XLA:TPU sums some of them on every "
+            f"device, up to {size(more)} more along {','.join(axes)}"
         )
 
 

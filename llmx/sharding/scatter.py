@@ -67,6 +67,11 @@ def exchanges(device_kind: str, num_devices: int) -> bool:
     return num_devices <= EXCHANGING.get(device_kind, 0)
 
 
+def is_summed(device_kind: str, num_devices: int) -> bool:
+    """Whether the compiler makes all-reduces of reduce-scatters over all devices of a slice."""
+    return device_kind in EXCHANGING and not exchanges(device_kind, num_devices)
+
+
 def steps_of(n: int) -> tuple[int, ...]:
     """Factors of n, outermost first, each at most MOST_TERMS if n has such factors."""
     if n <= MOST_TERMS:

@@ -75,11 +75,7 @@ def test_state(name):
 @pytest.mark.parametrize("name", BY_NAME)
 def test_bytes_sent(name):
     for axes, error in errors(name).sent.items():
-        allowed = 0.02
-        if "width=3000" in name:
-            # A device has 375 columns: XLA:TPU all-reduces what it would reduce-scatter of 384.
-            allowed = 0.09
-        assert abs(error) <= allowed, axes
+        assert abs(error) <= 0.02, axes
 
 
 def test_what_is_admitted_fits():
@@ -115,9 +111,11 @@ def test_programs_that_were_drawn(name):
         ",".join(one.axes): one.sent / 2 for one in exchange.on(sizes.of(run), topology)
         if topology.platform == "tpu" and (one.name, one.kind) == (head, "all-reduce")
     }  # fmt: skip
+    # On 64 chips of v5e gradients are summed, and XLA:TPU fills heads up in what it sums.
+    allowed = 0.03 if program.topology == "v5e:8x8" and run.mesh.fsdp == 64 else 0.02
     for axes, error in found.sent.items():
         sent = program.sent.get(axes, 1.0)
-        assert abs(error) <= 0.02 or abs(error * sent - half.get(axes, 0.0)) <= 0.02 * sent, axes
+        assert abs(error) <= allowed or abs(error * sent - half.get(axes, 0.0)) <= 0.02 * sent, axes
 
 
 def of_golden(path):

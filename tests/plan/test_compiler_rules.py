@@ -223,6 +223,49 @@ def test_tables_are_read_and_written_on_gpus(keys, number):
     assert not any(one.bytes for one in on_tpu if one.name == "tables")
 
 
+def _kinds(run, topology):
+    """Of the sums of layers' matrices: {"attention", "mlp"}: the collective."""
+    sent = exchange.on(sizes.of(run), topology)
+    return {
+        one.name.split("/")[1]: one.kind
+        for one in sent if one.purpose == "gradients" and one.name.endswith("/kernel")
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("topology", "mesh", "kind"),
+    [
+        ("v5e:8x8", {"mesh__fsdp": 64}, "all-reduce"),
+        ("v5e:8x8", {"mesh__fsdp": 16, "mesh__tensor": 4}, "reduce-scatter"),
+        ("2@v5e:4x4", {"mesh__data": 2, "mesh__fsdp": 16, "sharding__layout": "hsdp"},
+         "all-reduce"),
+        ("v5e:4x4", {"mesh__fsdp": 16}, "all-to-all"),
+        ("v5p:4x4x4", {"mesh__fsdp": 64}, "reduce-scatter"),
+    ],
+)  # fmt: skip
+def test_gradients_are_summed_over_all_of_a_large_slice_of_v5e(topology, mesh, kind):
+    run = _run(**mesh, batch__size=64)
+    assert set(_kinds(run, topologies.parse(topology)).values()) == {kind}
+
+
+@pytest.mark.parametrize(
+    ("width", "of_attention", "is_said"),
+    [
+        (3000, "all-reduce", False),  # 375 columns
+        (3040, "all-reduce", False),  # 380
+        (3008, "reduce-scatter", True),  # 376: some of them
+        (2944, "reduce-scatter", False),  # 368, and whole lanes
+        (3200, "reduce-scatter", False),  # 400
+    ],
+)
+def test_attention_is_summed_where_columns_are_no_rows(width, of_attention, is_said):
+    run = _run(width, mesh__fsdp=8, model__num_layers=24)
+    assert _kinds(run, V5P) == {"attention": of_attention, "mlp": "reduce-scatter"}
+    assert _kinds(run, H100) == {"attention": "reduce-scatter", "mlp": "reduce-scatter"}
+    said = uncertain.of(run, V5P, exchange.on(sizes.of(run), V5P), 1.0)
+    assert any("gradients of attention" in line for line in said) == is_said
+
+
 def test_what_is_uncertain_is_said():
     def said(run, topology, step=1.0):
         return uncertain.of(run, topology, exchange.on(sizes.of(run), topology), step)
