@@ -36,3 +36,11 @@ def gathers_ahead(config: Config) -> bool:
     """
     split = any(vars(config.mesh)[axis] > 1 for axis in replica_axes(config, "parameters"))
     return split and config.sharding.gather == "layer" and config.mesh.tensor == 1
+
+
+def reads_one_by_one(config: Config) -> bool:
+    """Whether on GPUs a microbatch's weights are read when the one before it is done
+    (`gradients.whole_batch`): else XLA:GPU gathers the first of them ahead, and copies what layers
+    save. Not with stages, whose microbatches overlap."""
+    several = config.batch.accumulation > 1 and config.mesh.stage == 1
+    return several and gathers_ahead(config)

@@ -11,7 +11,7 @@ head's gradient over chunks are in fp32: the gradient itself where that is.
 import dataclasses
 
 from llmx.config import Config, utilization
-from llmx.config.axes import gathers_ahead, is_one_device, replica_axes
+from llmx.config.axes import gathers_ahead, is_one_device, reads_one_by_one, replica_axes
 from llmx.config.state_memory import FP32, Held, leaves
 from llmx.model import precision
 
@@ -25,6 +25,8 @@ class Arrays:
     # With more than two chunks that are gathered ahead a body has two turns: logits in fp32 and
     # chunks of the head while the second begins, and while the first makes the head's gradient.
     double_buffered: tuple[tuple[int, int], ...]
+    # Of two that are gathered ahead, where microbatches are read one by one: the same two numbers.
+    one_by_one: tuple[int, int]
     rows: tuple[int, int, int]  # chunks of the head, gathered, in the compute dtype
     head: float  # bytes per number of a device's share of the head
     head_fp32: float  # the same where its gradient is in fp32
@@ -34,12 +36,12 @@ class Arrays:
 
 # With libtpu 0.0.42.1 and XLA of jax 0.10.2.
 TPU = Arrays(
-    logits=(1, 1, 1), gradients=(1, 1, 1), double_buffered=(), rows=(1, 2, 2),
+    logits=(1, 1, 1), gradients=(1, 1, 1), double_buffered=(), one_by_one=(1, 2), rows=(1, 2, 2),
     head=2.0, head_fp32=2.0, core_bytes=128 * 2**20, keeps_logits=True,
 )  # fmt: skip
 GPU = Arrays(
-    logits=(1, 3, 1), gradients=(1, 0, 1), double_buffered=((2, 2), (1, 4)), rows=(1, 4, 2),
-    head=4.0, head_fp32=0.0, core_bytes=0, keeps_logits=False,
+    logits=(1, 3, 1), gradients=(1, 0, 1), double_buffered=((2, 2), (1, 4)), one_by_one=(4, 2),
+    rows=(1, 4, 2), head=4.0, head_fp32=0.0, core_bytes=0, keeps_logits=False,
 )  # fmt: skip
 
 
@@ -49,7 +51,9 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     arrays, kind = GPU if on_gpu else TPU, min(utilization.loss_chunks(run), 3) - 1
     if kind == 1 and on_gpu and not gathers_ahead(run):
         kind = 2
-    logits, gradients = arrays.logits[kind], arrays.gradients[kind]
+    logits, gradients, copied = (of[kind] for of in (arrays.logits, arrays.gradients, arrays.rows))
+    if kind == 1 and on_gpu and reads_one_by_one(run):
+        logits, copied = arrays.one_by_one
     policy = precision.policy_of(run.precision, run.reduce_dtype)
     compute = policy.compute.itemsize
     of_head = arrays.head_fp32 if policy.reduce.itemsize == FP32 else arrays.head
@@ -60,7 +64,7 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     tokens, rows, width = _tokens(run), _rows(run), run.model.width
     name = "embedding" if run.model.tied_head else "head"
     head = next(leaf for leaf in leaves(run.model) if leaf.name == name)
-    of_chunk, copied = FP32 * tokens * rows, arrays.rows[kind]
+    of_chunk = FP32 * tokens * rows
     of_logits = gradients * compute * tokens * rows
     if on_gpu and kind == 0 and compute == policy.param.itemsize and not _is_split(run):
         copied = 0  # the head itself is read

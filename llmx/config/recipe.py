@@ -22,7 +22,7 @@ from llmx.config import (
     table_checks,
     utilization,
 )
-from llmx.config.axes import layout_of
+from llmx.config.axes import layout_of, reads_one_by_one
 from llmx.contract import Gradient, Transform
 from llmx.data import pairs
 from llmx.model import distillation, losses, precision, quantization, quantized, training_loss
@@ -222,13 +222,16 @@ def _gradient_maker(
     config: config_lib.Config, device: AbstractDevice
 ) -> tuple[Callable[[TrainingLoss], Gradient], stages_lib.ModelChunks | None]:
     """How the gradient of a loss is taken, and the layers' chunks on stages, if there are any."""
-    stages, accumulation = config.mesh.stage, config.batch.accumulation
-    if stages == 1:
-        return functools.partial(gradients.whole_batch, accumulation=accumulation), None
+    on_gpu = device.platform not in ("cpu", "tpu")
+    if config.mesh.stage == 1:
+        make = functools.partial(
+            gradients.whole_batch, accumulation=config.batch.accumulation,
+            one_by_one=on_gpu and reads_one_by_one(config),
+        )  # fmt: skip
+        return make, None
     table = utilization.table_of(config)
     chunks = stages_lib.cut(config.model.num_blocks, table.stage_of, config.pipeline.layers)
     rows = (config.batch.size, config.batch.sequence_length)
-    on_gpu = device.platform not in ("cpu", "tpu")
     if on_gpu and (why_not := checks.rings_in_branches(config)):
         raise ValueError(why_not)
     chip = hardware.chip_of(device.device_kind)

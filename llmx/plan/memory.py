@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from llmx import sharding
 from llmx.aot.topologies import Topology
 from llmx.config import Config, loss_memory, stage_memory, state_memory, utilization
-from llmx.config.axes import gathers_ahead, is_one_device
+from llmx.config.axes import is_one_device, reads_one_by_one
 from llmx.config.state_memory import leaves
 from llmx.model import quantization, remat, remat_costs
 from llmx.model.families import ModelConfig
@@ -32,7 +32,6 @@ from llmx.plan.sizes import Sizes
 
 FP32 = 4
 IN_FLIGHT = 2  # shares of new parameters that are being gathered, on GPUs
-MOST_COPIED = 8  # GPUs that gather weights: as compiled with 4 and 8, on hosts of 4 too, and 16
 MOST_BODIES = 3  # as many as were seen
 WRITTEN_OUT = 2  # turns of a loop, by XLA:GPU
 WHOLE_HEADS = 3  # gradients of the head at a time, with gather="step"
@@ -176,11 +175,8 @@ def _saved(sizes: Sizes, program: Program) -> dict[str, float]:
     found, run = saved(sizes, program), sizes.run
     if _alone(sizes, program) or (program is GPU and _hides_copies(sizes)):
         return found
-    copies = program.head_copies * _queries(sizes)
-    if program is GPU and run.batch.accumulation == 2 and gathers_ahead(run):
-        # The loop is written out: the second microbatch begins before the first is done.
-        copies = found["saved activations"]
-    elif sizes.mesh["sequence"] == 1 and _copies_what_is_kept(sizes):
+    copies = 0.0 if reads_one_by_one(run) else program.head_copies * _queries(sizes)
+    if sizes.mesh["sequence"] == 1 and _copies_what_is_kept(sizes):
         copies += program.kept_copies * _inputs_alone(sizes.run) * _input_bytes(sizes)
     return found | {"copies of activations": copies}
 
@@ -328,7 +324,8 @@ def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
             if leaf.name.endswith((*program.copied, *experts.copied(sizes)))
         )
         found += copied * (1 + program.kept_copies * _copies_what_is_kept(sizes))
-        if _copies_for_microbatches(sizes):
+        # A loop of two is written out.
+        if _copies_for_microbatches(sizes) and sizes.run.batch.accumulation > 2:
             found += program.gradient_copies * _gradients(sizes)["gradients"]
     return {"copies of weights and gradients": found}
 
@@ -390,10 +387,10 @@ def _copies_for_microbatches(sizes: Sizes) -> bool:
 
 
 def _copies_what_is_kept(sizes: Sizes) -> bool:
-    """Whether it then copies layers' inputs and weights, too: where these are cast, and gathered
-    over few GPUs, if they are."""
-    few = sizes.size(sizes.axes_of("embed", "parameters")) <= MOST_COPIED
-    return _copies_for_microbatches(sizes) and _casts(sizes) and few
+    """Whether it then copies layers' inputs and weights, too: where these are cast, and read for
+    several microbatches at a time."""
+    several = _copies_for_microbatches(sizes) and not reads_one_by_one(sizes.run)
+    return several and _casts(sizes)
 
 
 def _casts(sizes: Sizes) -> bool:

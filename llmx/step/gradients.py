@@ -14,12 +14,17 @@ from llmx.model.training_loss import TrainingLoss, microbatches, squared_norms
 from llmx.step import balance
 
 
-def whole_batch(loss: TrainingLoss, *, accumulation: int = 1) -> Gradient:
+def whole_batch(loss: TrainingLoss, *, accumulation: int = 1, one_by_one: bool = False) -> Gradient:
     """The gradient of a global batch, the same on all replicas.
 
-    `accumulation`: microbatches per step; must divide the batch of each device. Communicates over
-    `data`, `fsdp`, `expert` (gradients; parameters, as the layout says), `sequence` (keys and
-    values) and `tensor` (activations).
+    Args:
+      accumulation: microbatches per step; must divide the batch of each device.
+      one_by_one: a microbatch's weights are read when the one before it is done. Else a compiler
+        may gather the first of them before, while the last layers are differentiated: XLA:GPU then
+        copies all that layers have saved (docs/memory.md).
+
+    Communicates over `data`, `fsdp`, `expert` (gradients; parameters, as the layout says),
+    `sequence` (keys and values) and `tensor` (activations).
     """
     buffer_types = loss.buffers(accumulation)
 
@@ -41,7 +46,10 @@ def whole_batch(loss: TrainingLoss, *, accumulation: int = 1) -> Gradient:
         def add(total, microbatch):
             # Each is already divided by the global token count, so microbatches weigh as their
             # tokens do.
-            new = differentiate(buffers, params, microbatch, tokens, extra)
+            own = params
+            if one_by_one:
+                total, own = jax.lax.optimization_barrier((total, params))
+            new = differentiate(buffers, own, microbatch, tokens, extra)
             return quantized.added(total, new), None
 
         # Our own loop: optax.microbatching compares jax's version as text, takes 0.10 for older

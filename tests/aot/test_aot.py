@@ -288,6 +288,21 @@ def test_every_family_compiles(name):
 
 
 @pytest.mark.aot
+def test_gpus_save_one_microbatch_at_a_time():
+    """XLA:GPU would gather the next one's first weights ahead, and copy all that layers saved."""
+
+    def saved(accumulation: int) -> int:
+        run = tiny(batch_size=64 * accumulation, remat="none")
+        run.model.num_layers = 8
+        run.mesh = config.MeshConfig(data=1, fsdp=8)
+        run.sharding.layout, run.batch.accumulation = "zero3", accumulation
+        largest = compiler.compile(run, "h100:8").largest
+        return sum(each.count for each in largest if each.shape == "f32[8,8,256,256]")
+
+    assert saved(4) == saved(1) == 4
+
+
+@pytest.mark.aot
 def test_arrays_add_up_to_the_peak():
     result = compiler.compile(tiny(batch_size=1024), "v5p:2x2x1")
     assert result.memory.peak > GIB / 4

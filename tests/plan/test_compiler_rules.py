@@ -52,18 +52,20 @@ def test_the_last_chunk_of_the_loss_is_there_while_layers_are_differentiated():
     assert loss_memory.kept_logits(whole, on_gpu=True) == 0
 
 
-def test_inputs_of_layers_are_copied_inside_a_host_only():
-    """On GPUs, for a loop over microbatches."""
+def test_nothing_that_layers_save_is_copied_where_microbatches_are_read_one_by_one():
+    """On GPUs: where weights are gathered in each layer; else inputs are, for the loop over
+    microbatches."""
 
-    def copies(ways):
-        keys = dict(batch__accumulation=4, batch__size=4 * ways, remat="full")
-        held = memory.of(sizes.of(_run(mesh__fsdp=ways, **keys)), on_gpu=True)
-        return held.peaks[memory.BACKWARD].get("copies of activations", 0)
+    def copies(accumulation, **keys):
+        keys |= dict(batch__accumulation=accumulation, batch__size=8 * accumulation, remat="names")
+        held = memory.of(sizes.of(_run(**keys)), on_gpu=True).peaks[memory.BACKWARD]
+        return held.get("copies of activations", 0)
 
-    run = _run(mesh__fsdp=8, batch__accumulation=4, batch__size=32, remat="full")
-    inputs = 2 * run.batch.sequence_length * 2048 * run.model.num_layers
-    queries = copies(16)
-    assert copies(8) - queries == inputs
+    run = _run(mesh__fsdp=8)
+    queries = 2 * run.batch.sequence_length * run.model.num_heads * run.model.head_dim
+    assert copies(1, mesh__fsdp=8) == queries * run.model.num_layers
+    assert copies(2, mesh__fsdp=8) == copies(4, mesh__fsdp=8) == 0
+    assert copies(4, mesh__fsdp=8, sharding__gather="step") > 0
 
 
 def test_one_device_sums_the_gradient_of_the_head_in_fp32():
@@ -106,8 +108,12 @@ def test_the_head_is_summed_whole_where_columns_and_rows_are_no_lanes(width, lan
 
 
 @pytest.mark.parametrize(
-    ("mesh", "logits"), [({"mesh__fsdp": 8}, 3), ({"mesh__fsdp": 4, "mesh__tensor": 2}, 1),
-                         ({"mesh__data": 8, "sharding__layout": "zero1"}, 1)],
+    ("mesh", "logits"),
+    [
+        ({"mesh__fsdp": 8}, 3), ({"mesh__fsdp": 8, "batch__accumulation": 2}, 4),
+        ({"mesh__fsdp": 4, "mesh__tensor": 2}, 1),
+        ({"mesh__data": 8, "sharding__layout": "zero1"}, 1),
+    ],
 )  # fmt: skip
 def test_two_chunks_are_written_out_where_weights_are_gathered_ahead(mesh, logits):
     """On GPUs: then the logits of both are there, and of the second twice."""

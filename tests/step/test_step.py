@@ -12,7 +12,7 @@ from llmx import sharding
 from llmx.contract import Gradients
 from llmx.model import decoder
 from llmx.runtime import bounds
-from llmx.step import guard
+from llmx.step import gradients, guard
 
 # fp32 with sums in another order.
 TOLERANCE = 1e-5
@@ -170,6 +170,32 @@ def test_accumulation_changes_nothing(mesh_name, accumulation):
     assert_near(state.params, whole.params)
     for report, expected in zip(reports, whole_reports, strict=True):
         assert_near(report, expected)
+
+
+def test_microbatches_that_are_read_one_by_one_are_the_same(monkeypatch):
+    """As on GPUs, but for the order of sums that a compiler fuses."""
+    plain = make_recipe("fsdp 4 x tensor 2", batch__accumulation=2)
+    make, asked = gradients.whole_batch, []
+
+    def whole_batch(loss, **keys):
+        asked.append(keys)
+        return make(loss, **keys | {"one_by_one": True})
+
+    monkeypatch.setattr(gradients, "whole_batch", whole_batch)
+    one_by_one = make_recipe.__wrapped__("fsdp 4 x tensor 2", batch__accumulation=2)
+    assert asked and not any(keys["one_by_one"] for keys in asked)  # on CPUs
+    (first, of_first), (second, of_second) = (
+        run_steps(one, make_step(one), 2) for one in (plain, one_by_one)
+    )
+    assert_near(first.params, second.params)
+    assert_near(of_first, of_second)
+
+    def barriers(recipe):
+        with jax.set_mesh(recipe.mesh):
+            arguments = new_state(recipe), place_batch(recipe, numpy_batch())
+            return make_step(recipe).lower(*arguments).as_text().count("optimization_barrier")
+
+    assert barriers(one_by_one) == barriers(plain) + 1
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
