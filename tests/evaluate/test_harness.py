@@ -23,12 +23,11 @@ Instance = pytest.importorskip("lm_eval.api.instance", reason=WHY).Instance
 huggingface = pytest.importorskip("lm_eval.models.huggingface", reason=WHY)
 harness_model = pytest.importorskip("llmx.evaluate.harness_model", reason=WHY)
 
-# Both runs of a kind of tokenizer belong on one worker.
-pytestmark = pytest.mark.xdist_group("harness")
-
 CLOSE = 1e-4  # nats, of sums over up to 64 tokens in fp32
 LENGTH = 64
 KINDS = {"byte_level": "llama3", "sentencepiece": "mistral"}  # with a chat template each
+# Both runs of a kind of tokenizer belong on one worker.
+GROUPS = [pytest.param(kind, marks=pytest.mark.xdist_group(f"harness {kind}")) for kind in KINDS]
 WORDS = ["the model", "reads", "a text", "été", "日本語", "tokens", "def return", "12 34", "\n"]
 
 
@@ -41,7 +40,7 @@ def texts(count: int, most: int, *, seed: int, words=WORDS) -> list[str]:
     return [" ".join(noise.choice(words, noise.integers(1, most))) for _ in range(count)]
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=GROUPS)
 def both(request, tmp_path_factory):
     """The same random Llama as HFLM's and as ours, and our work directory."""
     folder = tmp_path_factory.mktemp("harness")
