@@ -14,6 +14,7 @@ one chunk.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -151,7 +152,9 @@ def num_chunks(num_tokens: int, num_rows: int) -> int:
     twice as many, or else fewer, of up to twice the limits.
     """
     limit = max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * num_tokens)))
-    parts = [n for n in range(1, num_rows + 1) if num_rows % n == 0 and num_rows // n <= 2 * limit]
+    small = [n for n in range(1, math.isqrt(num_rows) + 1) if num_rows % n == 0]
+    divisors = sorted({*small, *(num_rows // n for n in small)})
+    parts = [n for n in divisors if num_rows // n <= 2 * limit]
     fewest = next(n for n in parts if num_rows // n <= limit)
     aligned = [n for n in parts if num_rows // n % ALIGNED == 0 and n <= 2 * fewest]
     more, fewer = [n for n in aligned if n >= fewest], [n for n in aligned if n < fewest]

@@ -39,7 +39,7 @@ def assumptions(machine: Machine) -> list[str]:
     reached = machine.core.calibration
     how = f"products at up to {reached.products:.0%} of the peak FLOP/s"
     if reached.table:
-        how = f"products by a table of {len(reached.table)}"
+        how = f"products at {reached.in_steps:.0%} of a table of {len(reached.table)}"
     how += f", attention at {reached.attention:.0%} of the peak FLOP/s"
     if reached.cudnn:
         how += f" (cuDNN's at {reached.cudnn:.0%} of what an H200 reaches at its size)"
