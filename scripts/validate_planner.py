@@ -18,7 +18,7 @@ alone (one sequence per device and microbatch where it can), and devices split e
 time; of each table of Megatron-LM the mean and the worst absolute error with the constants in
 llmx/plan/calibrations.py, that of the best constant utilisation, and that on rows to which the
 constants were not fitted; and the constants as a fit to these files finds them. Of steps of llmx
-(`scripts/bench_gpu.py`) also the memory, and no constant was fitted to them.
+(`scripts/bench_gpu.py`) also the memory; two constants are from them (docs/performance.md).
 
 `--cpu`: 12 small models are trained for some steps on this machine's CPU; their step times beside
 those that the planner computes from the file of `python -m llmx.plan calibrate`, which is written

@@ -40,7 +40,7 @@ def gathers_ahead(config: Config) -> bool:
 
 def reads_one_by_one(config: Config) -> bool:
     """Whether on GPUs a microbatch's weights are read when the one before it is done
-    (`gradients.whole_batch`): else XLA:GPU gathers the first of them ahead, and copies what layers
+    (`gradients.one_by_one`): else XLA:GPU gathers the first of them ahead, and may copy what layers
     save. Not with stages, whose microbatches overlap."""
     several = config.batch.accumulation > 1 and config.mesh.stage == 1
     return several and gathers_ahead(config)

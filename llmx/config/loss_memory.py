@@ -26,7 +26,7 @@ class Arrays:
     # chunks of the head while the second begins, and while the first makes the head's gradient.
     double_buffered: tuple[tuple[int, int], ...]
     # Of two that are gathered ahead, where microbatches are read one by one: the same two numbers.
-    one_by_one: tuple[int, int]
+    one_by_one: tuple[int, int] | None
     rows: tuple[int, int, int]  # chunks of the head, gathered, in the compute dtype
     head: float  # bytes per number of a device's share of the head
     head_fp32: float  # the same where its gradient is in fp32
@@ -36,7 +36,7 @@ class Arrays:
 
 # With libtpu 0.0.42.1 and XLA of jax 0.10.2.
 TPU = Arrays(
-    logits=(1, 1, 1), gradients=(1, 1, 1), double_buffered=(), one_by_one=(1, 2), rows=(1, 2, 2),
+    logits=(1, 1, 1), gradients=(1, 1, 1), double_buffered=(), one_by_one=None, rows=(1, 2, 2),
     head=2.0, head_fp32=2.0, core_bytes=128 * 2**20, keeps_logits=True,
 )  # fmt: skip
 GPU = Arrays(
@@ -51,7 +51,8 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     arrays, kind = GPU if on_gpu else TPU, min(utilization.loss_chunks(run), 3) - 1
     if kind == 1 and on_gpu and not gathers_ahead(run):
         kind = 2
-    logits, gradients, copied = (of[kind] for of in (arrays.logits, arrays.gradients, arrays.rows))
+    logits, gradients = arrays.logits[kind], arrays.gradients[kind]
+    copied = arrays.rows[kind]
     if kind == 1 and on_gpu and reads_one_by_one(run):
         logits, copied = arrays.one_by_one
     policy = precision.policy_of(run.precision, run.reduce_dtype)

@@ -226,7 +226,7 @@ def _gradient_maker(
     if config.mesh.stage == 1:
         make = functools.partial(
             gradients.whole_batch, accumulation=config.batch.accumulation,
-            one_by_one=on_gpu and reads_one_by_one(config),
+            read=gradients.one_by_one if on_gpu and reads_one_by_one(config) else gradients.at_once,
         )  # fmt: skip
         return make, None
     table = utilization.table_of(config)

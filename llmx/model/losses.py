@@ -29,7 +29,7 @@ from llmx.model.embedding import SplitTable
 from llmx.runtime.bounds import bounded, choice
 from llmx.sharding import mesh_axes
 
-# Automatic chunks: local logits of a chunk stay under this many bytes and rows.
+# Automatic chunks: local logits of a chunk stay under this many bytes and rows, or twice as many.
 CHUNK_BYTES = 512 * 2**20
 CHUNK_ROWS = 32 * 1024
 # Rows of a chunk are a multiple of this where they can be: 16 bytes of bf16. Of an H200's products
@@ -149,7 +149,8 @@ def num_chunks(num_tokens: int, num_rows: int) -> int:
     """The fewest parts of `num_rows` that keep the logits of a part under the limits above.
 
     If their rows are no multiple of `ALIGNED`, the nearest number of parts with such rows: up to
-    twice as many, or else fewer, of up to twice the limits.
+    twice as many, or else fewer, of up to twice the limits. The same on all devices, so that a run
+    is the same wherever it goes on.
     """
     limit = max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * num_tokens)))
     small = [n for n in range(1, math.isqrt(num_rows) + 1) if num_rows % n == 0]

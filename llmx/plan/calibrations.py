@@ -45,7 +45,8 @@ def core_of(name: str) -> Core:
     """A chip of `hardware.CHIPS` as it runs compiled programs, with the shares of `llmx.aot`.
 
     `CALIBRATIONS` hold what another trainer reached, whose steps include its host's time. Those of
-    compiled programs are assumptions (`llmx.aot.core_times`) until `llmx.plan calibrate` has run.
+    compiled programs are assumptions (`llmx.aot.core_times`) until `llmx.plan calibrate` has run,
+    but for products of chips that have a table of them.
     """
     chip = hardware.CHIPS[name]
     units = CALIBRATIONS[name].units if name in CALIBRATIONS else 1
@@ -58,8 +59,8 @@ def core_of(name: str) -> Core:
 # (tests/golden/steps); its profiles show 0.67 to 0.75 of the peak where products alone have 0.78.
 IN_STEPS = {"torus_2d": 0.9, "torus_3d": 0.9, "switch": 0.88, "pair": 0.88}
 
-# GPUs: a head's chunks of 4,748 rows reached 395 TFLOP/s on an H200, where others reach 690
-# (docs/performance.md).
+# GPUs: a head's chunks of 4,748 rows, bf16, reached 395 TFLOP/s on an H200, where others reach 690
+# (docs/performance.md). Taken of all types and sizes.
 UNALIGNED = 0.57
 
 # Chips without a table of their own, and those whose products are as theirs: units of 128 x 128,

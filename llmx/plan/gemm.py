@@ -16,8 +16,10 @@ Background User's Guide" (tile and wave quantization).
 
 That curve holds for every chip with a `Calibration`. Where products were measured, a table of
 (M, N, K, dtype, share of peak) corrects it: exactly at its rows, between them by the ratio of
-measured to computed, interpolated over log M, log N, log K. Elementwise operators and attention
-have such tables too: of bandwidth by size, and of seconds for a score.
+measured to computed, interpolated over log M, log N, log K; all times `in_steps`, since in a step
+products reach less than alone. On GPUs those of odd sizes reach less again (`unaligned`).
+Elementwise operators and attention have such tables too: of bandwidth by size, and of seconds for a
+score.
 """
 
 import dataclasses
@@ -138,7 +140,10 @@ class Core:
             of_dtype = found.setdefault(row.dtype, {})
             of_dtype.setdefault((row.m, row.n, row.k), []).append(math.log(ratio))
         return {
-            dtype: (np.log2(list(rows)), np.array([np.mean(logs) for logs in rows.values()]))
+            dtype: (
+                np.log2(np.array(list(rows), float)),
+                np.array([np.mean(logs) for logs in rows.values()]),
+            )
             for dtype, rows in found.items()
         }
 

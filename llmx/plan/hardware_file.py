@@ -144,7 +144,7 @@ def of(values: Any) -> Hardware:
 
 
 def to_text(found: Hardware) -> str:
-    """A file that says all of it, without a base; each row of a table on a line."""
+    """A file that says all of it, and needs no base; each row of a table on a line."""
     text = json.dumps(to_json(found), indent=1)
     return re.sub(r"\[\s+([^][{}]*?)\s+\]", _on_one_line, text) + "\n"
 

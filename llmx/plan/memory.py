@@ -61,7 +61,7 @@ class Program:
     copied: tuple[str, ...]  # endings of the names of parameters, in fp32
     head_copies: float  # of saved queries
     # With several microbatches (`_copies_for_microbatches`): more of the saved inputs of layers and
-    # of `copied`, where weights are cast to be multiplied; of gradients.
+    # of `copied`, where weights are cast and not read one by one; with more than two, of gradients.
     kept_copies: float
     gradient_copies: float
     gathered_head: float  # of the head's share all the time, in fp32
@@ -434,27 +434,28 @@ def _rounded_table(sizes: Sizes, name: str) -> float:
 
 def share_in_loops(sizes: Sizes) -> float:
     """The share of layers that are in a loop of their own within that over periods."""
-    model = sizes.run.model
     if _periods(sizes) == 1:
         return 0.0
-    in_loops = sum(num for num in _series(model) if num > WRITTEN_OUT)
-    return in_loops / sum(_series(model))
+    kinds = sizes.run.model.layer_kinds
+    period, rest = _series(sizes.run.model)
+    whole = len(kinds) // remat.period_of(kinds)
+    in_loops = lambda series: sum(num for num in series if num > WRITTEN_OUT)  # noqa: E731
+    return (whole * in_loops(period) + in_loops(rest)) / len(kinds)
 
 
-def _series(model: ModelConfig) -> list[int]:
+def _series(model: ModelConfig) -> tuple[list[int], list[int]]:
     """How many neighbours of one kind follow one another in a period, and behind the last whole
     one."""
     kinds, period = model.layer_kinds, remat.period_of(model.layer_kinds)
-    rest = len(kinds) % period
-    parts = [kinds[:period], kinds[len(kinds) - rest :]] if rest else [kinds[:period]]
-    return [len(list(of)) for part in parts for _, of in itertools.groupby(part)]
+    parts = kinds[:period], kinds[len(kinds) - len(kinds) % period :]
+    return tuple([len(list(of)) for _, of in itertools.groupby(part)] for part in parts)
 
 
 def _bodies(model: ModelConfig) -> int:
     """How many layers XLA:GPU has at a time, `MOST_BODIES` or fewer. Neighbours of one kind are a
     loop, in a period and behind the last whole one; of the loops behind one another one runs, while
     those of one or two turns are written out, and begin before the others are done."""
-    series = _series(model)
+    series = [num for part in _series(model) for num in part]
     found = sum(num <= WRITTEN_OUT for num in series) + any(num > WRITTEN_OUT for num in series)
     return min(found, MOST_BODIES)
 

@@ -104,7 +104,8 @@ class Moved:
 
 
 # Counted in the programs of llama3_8b, and fitted to those of tests/golden/programs.jsonl; `alone`
-# counted in those of one GPU in few_devices.jsonl.
+# counted in those of one GPU in few_devices.jsonl; `kept` and `nested` in those of Qwen3 0.6B,
+# Llama 3.2 3B and SmolLM3 3B with remat="none" for h200:1.
 GPU = Moved(
     mlp=(3.0, 6.0), stream=(7.0, 7.0), heads=(2.0, 4.0), normed=(4.0, 6.0), ring=25.0,
     weights=(0.1, 0.1), shares=(3.0, 4.0), gradients=3.0,

@@ -168,9 +168,9 @@ def of(
 
     `turns`: groups of tokens that take turns in a layer (`config.recipe.turns_of`), each with a
     gradient of its own. `on_gpu`: in a program of XLA:GPU. `exchanges`: sums of which each device
-    keeps a part are exchanges (`sharding.exchanges`), axis by axis. `summed`: devices of a group
-    over which XLA:TPU sums all of them on each device (`scatter.is_summed`); 0 = none. `deferred`:
-    the share of layers whose weight gradients a schedule of zero bubble defers.
+    keeps a part are exchanges (`sharding.exchanges`), axis by axis. `summed`: devices of a slice,
+    over all of which XLA:TPU makes all-reduces of reduce-scatters (`scatter.is_summed`); 0 = not.
+    `deferred`: the share of layers whose weight gradients a schedule of zero bubble defers.
     """
     passes = passes_of(sizes.run)
     if passes.weight:
@@ -208,13 +208,14 @@ def _joined(sizes: Sizes, found: list[Message], name: str) -> list[Message]:
 
 
 def _summed(sizes: Sizes, one: Message, summed: int) -> Message:
-    """A sum of a gradient, of which XLA:TPU makes an all-reduce: over so many devices as `summed`;
+    """A sum of a gradient, of which XLA:TPU makes an all-reduce: over a slice of so many devices;
     of the head in some shapes; of attention's weights where columns are not whole (`cuts_rows`)."""
     if one.purpose != "gradients" or one.kind != "reduce-scatter":
         return one
     of_head = one.name == sizes.head.name and sums_whole(sizes, one.size)
     of_attention = "/attention/" in one.name and cuts_rows(sizes, one.size)
-    if one.size == summed or of_head or of_attention:
+    of_slice = one.size == summed and not {*one.axes} & {*sizes.run.mesh.across_slices}
+    if of_slice or of_head or of_attention:
         return dataclasses.replace(one, kind="all-reduce")
     return one
 

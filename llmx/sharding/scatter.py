@@ -68,7 +68,8 @@ def exchanges(device_kind: str, num_devices: int) -> bool:
 
 
 def is_summed(device_kind: str, num_devices: int) -> bool:
-    """Whether the compiler makes all-reduces of reduce-scatters over all devices of a slice."""
+    """Whether the compiler makes all-reduces of reduce-scatters over all devices of a slice, which
+    are not exchanged."""
     return device_kind in EXCHANGING and not exchanges(device_kind, num_devices)
 
 

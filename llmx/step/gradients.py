@@ -13,18 +13,27 @@ from llmx.model import quantized
 from llmx.model.training_loss import TrainingLoss, microbatches, squared_norms
 from llmx.step import balance
 
+# (sums over the microbatches before, parameters) -> the same, as the next microbatch reads them.
+Read = Callable[[Any, Any], tuple[Any, Any]]
 
-def whole_batch(loss: TrainingLoss, *, accumulation: int = 1, one_by_one: bool = False) -> Gradient:
+
+def at_once(total, params):
+    """A compiler may read the weights of a microbatch before the one before it is done."""
+    return total, params
+
+
+def one_by_one(total, params):
+    """It may not. XLA:GPU would gather the first of them while the last layers are differentiated,
+    and where memory is left copy what layers have saved for that (docs/memory.md)."""
+    return jax.lax.optimization_barrier((total, params))
+
+
+def whole_batch(loss: TrainingLoss, *, accumulation: int = 1, read: Read = at_once) -> Gradient:
     """The gradient of a global batch, the same on all replicas.
 
-    Args:
-      accumulation: microbatches per step; must divide the batch of each device.
-      one_by_one: a microbatch's weights are read when the one before it is done. Else a compiler
-        may gather the first of them before, while the last layers are differentiated: XLA:GPU then
-        copies all that layers have saved (docs/memory.md).
-
-    Communicates over `data`, `fsdp`, `expert` (gradients; parameters, as the layout says),
-    `sequence` (keys and values) and `tensor` (activations).
+    `accumulation`: microbatches per step; must divide the batch of each device. Communicates over
+    `data`, `fsdp`, `expert` (gradients; parameters, as the layout says), `sequence` (keys and
+    values) and `tensor` (activations).
     """
     buffer_types = loss.buffers(accumulation)
 
@@ -46,9 +55,7 @@ def whole_batch(loss: TrainingLoss, *, accumulation: int = 1, one_by_one: bool =
         def add(total, microbatch):
             # Each is already divided by the global token count, so microbatches weigh as their
             # tokens do.
-            own = params
-            if one_by_one:
-                total, own = jax.lax.optimization_barrier((total, params))
+            total, own = read(total, params)
             new = differentiate(buffers, own, microbatch, tokens, extra)
             return quantized.added(total, new), None
 

@@ -297,9 +297,10 @@ def test_gpus_save_one_microbatch_at_a_time():
         run.mesh = config.MeshConfig(data=1, fsdp=8)
         run.sharding.layout, run.batch.accumulation = "zero3", accumulation
         largest = compiler.compile(run, "h100:8").largest
+        # Layers, rows and positions of a device, width: what norms have read, in fp32.
         return sum(each.count for each in largest if each.shape == "f32[8,8,256,256]")
 
-    assert saved(4) == saved(1) == 4
+    assert saved(4) == saved(1) > 0
 
 
 @pytest.mark.aot

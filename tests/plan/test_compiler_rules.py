@@ -291,6 +291,10 @@ def test_what_is_uncertain_is_said():
     assert said(run, V5E) == [] and "this short" in said(run, V5E, 0.01)[0]
     short = _run(mesh__fsdp=8, model__num_layers=24, model__vocab_size=100_000, batch__size=8)
     assert "few tokens" in said(short, H100)[0] and "few tokens" not in str(said(short, V5P))
+    several = dict(mesh__fsdp=8, batch__accumulation=4, batch__size=32, model__num_layers=24)
+    assert "save twice" in str(said(_run(**several, remat="none"), H100))
+    assert "save twice" not in str(said(_run(**several, remat="full"), H100))
+    assert "save twice" not in str(said(_run(**several, remat="none"), V5P))
     alone = topologies.parse("v5p:1x1x1")
     assert "on one TPU" in str(said(_run(), alone)) and "on one TPU" not in str(said(run, V5P))
     bubble = _run(mesh__fsdp=2, mesh__stage=4, batch__accumulation=4, pipeline__schedule="zb_h1")

@@ -1,13 +1,14 @@
 """Hardware of one's own: files that are read, and what is said of wrong ones."""
 
 import dataclasses
+import importlib.resources
 import json
 
 import pytest
 
 from llmx.aot import topologies
 from llmx.plan import __main__ as command
-from llmx.plan import hardware_file, machines
+from llmx.plan import gemm, hardware_file, machines
 from llmx.runtime import hardware
 
 H300 = {"name": "h300", "base": "h100", "flops": {"bfloat16": 2e15}, "hbm_bytes": 288 * 2**30}
@@ -132,3 +133,10 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         machines.parse("h300:8", tmp_path / "bad.json")
     with pytest.raises(ValueError, match=r"llmx[.]plan calibrate --out cpu[.]json"):
         machines.parse("cpu:1")
+
+
+def test_a_size_beyond_whole_numbers_of_64_bits_is_computed_with():
+    shipped = importlib.resources.files("llmx.plan") / "tables" / "h200.json"
+    values = json.loads(shipped.read_text())
+    values["calibration"]["table"][0][0] = 10**29
+    assert 0 < gemm.seconds(4096, 4096, 4096, "bfloat16", hardware_file.of(values).core) < 1

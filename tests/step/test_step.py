@@ -9,6 +9,7 @@ import pytest
 from support import runs
 
 from llmx import sharding
+from llmx.config.axes import reads_one_by_one
 from llmx.contract import Gradients
 from llmx.model import decoder
 from llmx.runtime import bounds
@@ -28,7 +29,8 @@ OPTIMIZER = dict(
     optimizer__eps=1e-3, optimizer__ema_decay=DECAY, optimizer__clip_norm=0.0,
 )  # fmt: skip
 B1 = 0.9  # Adam's, the config's default
-MESHES = {"one": {}, "data 8": {"data": 8}, "fsdp 4 x tensor 2": {"fsdp": 4, "tensor": 2}}
+MESHES = {"one": {}, "data 8": {"data": 8}, "fsdp 4 x tensor 2": {"fsdp": 4, "tensor": 2},
+          "fsdp 4": {"fsdp": 4}}  # fmt: skip
 DOWN = "blocks/mlp/down/kernel"
 
 
@@ -174,16 +176,20 @@ def test_accumulation_changes_nothing(mesh_name, accumulation):
 
 def test_microbatches_that_are_read_one_by_one_are_the_same(monkeypatch):
     """As on GPUs, but for the order of sums that a compiler fuses."""
-    plain = make_recipe("fsdp 4 x tensor 2", batch__accumulation=2)
+    plain = make_recipe("fsdp 4", batch__accumulation=2)
     make, asked = gradients.whole_batch, []
 
     def whole_batch(loss, **keys):
         asked.append(keys)
-        return make(loss, **keys | {"one_by_one": True})
+        return make(loss, **keys | {"read": gradients.one_by_one})
 
     monkeypatch.setattr(gradients, "whole_batch", whole_batch)
-    one_by_one = make_recipe.__wrapped__("fsdp 4 x tensor 2", batch__accumulation=2)
-    assert asked and not any(keys["one_by_one"] for keys in asked)  # on CPUs
+    one_by_one = make_recipe.__wrapped__("fsdp 4", batch__accumulation=2)
+    assert [keys["read"] for keys in asked] == [gradients.at_once]  # on CPUs
+    keys = dict(mesh=MESHES["fsdp 4"], sharding__layout="zero3")
+    for accumulation in (1, 2):
+        asks = runs.make_config("llama3", batch__accumulation=accumulation, **keys)
+        assert reads_one_by_one(asks) == (accumulation > 1)
     (first, of_first), (second, of_second) = (
         run_steps(one, make_step(one), 2) for one in (plain, one_by_one)
     )

@@ -78,7 +78,7 @@ def inner(platform: str, *args, **kwargs) -> int:
 
 # Compiled for both machines; the others for H100s, and for v5e, where each takes half a minute of a
 # core, with `pytest --full-grid`.
-ON_BOTH = {"mean", "one_bit", "int8"}
+ON_BOTH = {"mean", "int8"}
 
 
 def cases(*strategies: str, on_both=ON_BOTH) -> list:
