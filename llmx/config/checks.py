@@ -17,6 +17,7 @@ from llmx.config import (
     adapter_checks,
     distillation_checks,
     expert_checks,
+    head_checks,
     own_checks,
     packed_checks,
     preference_checks,
@@ -422,11 +423,8 @@ def _tensor(config: Config, sizes: dict[str, int]) -> Iterator[str]:
             f"the padded vocabulary of {model.padded_vocab} (vocab_size={model.vocab_size}) does "
             f"not divide over {shards} = {over}: set model.vocab_multiple to a multiple of {shards}"
         )
-    elif config.loss.chunks and rows % config.loss.chunks:
-        yield (
-            f"loss.chunks={config.loss.chunks} does not divide the {rows} rows of the head per "
-            f"device ({over}): use a divisor, or 0 = automatic"
-        )
+    elif rows:
+        yield from head_checks.chunks(config, sizes, rows, over)
 
 
 def _turns(config: Config, sizes: dict[str, int], rows: int) -> Iterator[str]:

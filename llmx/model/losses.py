@@ -145,6 +145,11 @@ def head_loss(
     return loss
 
 
+def most_rows(num_tokens: int) -> int:
+    """Rows of a part under the limits above."""
+    return max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * num_tokens)))
+
+
 def num_chunks(num_tokens: int, num_rows: int) -> int:
     """The fewest parts of `num_rows` that keep the logits of a part under the limits above.
 
@@ -152,7 +157,7 @@ def num_chunks(num_tokens: int, num_rows: int) -> int:
     twice as many, or else fewer, of up to twice the limits. The same on all devices, so that a run
     is the same wherever it goes on.
     """
-    limit = max(1, min(CHUNK_ROWS, CHUNK_BYTES // (4 * num_tokens)))
+    limit = most_rows(num_tokens)
     small = [n for n in range(1, math.isqrt(num_rows) + 1) if num_rows % n == 0]
     divisors = sorted({*small, *(num_rows // n for n in small)})
     parts = [n for n in divisors if num_rows // n <= 2 * limit]

@@ -131,6 +131,10 @@ BAD = [
         ["vocabulary of 258", "stage2 x tensor2", "vocab_multiple to a multiple of 4"],
     ),
     (
+        dict(model__vocab_size=151937, model__vocab_multiple=1), 1,
+        ["vocab_size=151937", "151937 chunks of 1 only", "vocab_multiple=128"],
+    ),
+    (
         dict(mesh__stage=2, mesh__tensor=2, loss__chunks=7), 4,
         ["loss.chunks=7", "stage2 x tensor2"],
     ),
