@@ -27,6 +27,11 @@ def is_one_device(config: Config) -> bool:
     return all(vars(config.mesh)[axis] == 1 for axis in sharding.AXES)
 
 
+def splits_parameters(config: Config) -> bool:
+    """Whether devices have shares of the parameters' width."""
+    return any(vars(config.mesh)[axis] > 1 for axis in replica_axes(config, "parameters"))
+
+
 def gathers_ahead(config: Config) -> bool:
     """Whether XLA:GPU gathers weights for the next iteration of a loop, as it does where tokens are
     not split over `tensor` (`runtime.compiler_options`).
@@ -34,8 +39,8 @@ def gathers_ahead(config: Config) -> bool:
     The last iteration then has no loop around it, and sends nothing that no stage stores; a loop of
     two is written out.
     """
-    split = any(vars(config.mesh)[axis] > 1 for axis in replica_axes(config, "parameters"))
-    return split and config.sharding.gather == "layer" and config.mesh.tensor == 1
+    splits = splits_parameters(config)
+    return splits and config.sharding.gather == "layer" and config.mesh.tensor == 1
 
 
 def reads_one_by_one(config: Config) -> bool:

@@ -11,7 +11,12 @@ head's gradient over chunks are in fp32: the gradient itself where that is.
 import dataclasses
 
 from llmx.config import Config, utilization
-from llmx.config.axes import gathers_ahead, is_one_device, reads_one_by_one, replica_axes
+from llmx.config.axes import (
+    gathers_ahead,
+    is_one_device,
+    reads_one_by_one,
+    splits_parameters,
+)
 from llmx.config.state_memory import FP32, Held, leaves
 from llmx.model import precision
 
@@ -67,7 +72,7 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     head = next(leaf for leaf in leaves(run.model) if leaf.name == name)
     of_chunk = FP32 * tokens * rows
     of_logits = gradients * compute * tokens * rows
-    if on_gpu and kind == 0 and compute == policy.param.itemsize and not _is_split(run):
+    if on_gpu and kind == 0 and compute == policy.param.itemsize and not splits_parameters(run):
         copied = 0  # the head itself is read
     if kind == 2 and on_gpu and gathers_ahead(run):
         found = max(
@@ -87,7 +92,7 @@ def kept_logits(run: Config, *, on_gpu: bool = False) -> float:
     chunk, which is behind the loop, and the head's gradient of it."""
     arrays, chunks = GPU if on_gpu else TPU, utilization.loss_chunks(run)
     compute = precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize
-    if on_gpu and _is_split(run):
+    if on_gpu and splits_parameters(run):
         if chunks == 1 or (chunks == 2 and gathers_ahead(run)):
             return compute * _tokens(run) * _rows(run) * chunks
         if gathers_ahead(run):
@@ -95,11 +100,6 @@ def kept_logits(run: Config, *, on_gpu: bool = False) -> float:
     if chunks > 1 or not arrays.keeps_logits:
         return 0.0
     return FP32 * _tokens(run) * _rows(run)
-
-
-def _is_split(run: Config) -> bool:
-    """Whether devices have shares of the parameters."""
-    return any(vars(run.mesh)[axis] > 1 for axis in replica_axes(run, "parameters"))
 
 
 def _tokens(run: Config) -> float:

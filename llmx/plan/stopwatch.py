@@ -29,7 +29,7 @@ from llmx.model.attention.masks import Mask, Scores
 
 REPEATS = 4  # on a quiet machine
 TURNS_SECONDS = 0.02  # of one repeat, about
-MORE, MOST_TURNS = 8, 100_000  # as many turns are tried each time, until they take a part of that
+MORE, MOST_TURNS = 8, 100_000  # powers of MORE are tried, until they take an eighth of that
 MOST_SECONDS = 2.0  # of all repeats of an operator
 BUSY = 1.1  # times the least time of the same product: the machine is not quiet
 

@@ -32,6 +32,7 @@ _GROUP = re.compile(r"@[^\]]*$")  # of pytest-xdist, behind a name
 _LEFT_ALONE = (
     "tests/parity/test_parity.py",  # `parity_grid.quick` chooses
     "tests/checkpoint/test_identity.py",  # each case is of other fields of a model
+    "tests/sync/test_replicas.py::test_however_a_replica_is_split",  # or of another strategy
     # These need packages that not every environment has, and so may not exist.
     "tests/checkpoint/test_gguf_file.py", "tests/checkpoint/test_hf.py",
     "tests/checkpoint/test_hf_layers.py", "tests/checkpoint/test_hf_packed.py",

@@ -370,19 +370,20 @@ def test_the_mean_is_that_of_a_plain_loop(plain, mean):
 
 # --------------------------------------------------------------------- however a replica is split
 
-Q, S, F = (), pytest.mark.slow, (pytest.mark.slow, pytest.mark.full_grid)
+# Of each strategy one or two without --full-grid.
+S, F = pytest.mark.slow, pytest.mark.full_grid
 STAGED = dict(batch__accumulation=2)
 CELLS = [
-    ({"data": 2, "fsdp": 2}, "zero3", dict(batch__accumulation=2), Q),
-    ({"data": 2, "stage": 2}, "zero1", STAGED | dict(pipeline__schedule="zb_h1"), S),
-    ({"data": 2, "fsdp": 2}, "ddp", dict(batch__accumulation=2), S),
+    ({"data": 2, "fsdp": 2}, "zero3", dict(batch__accumulation=2), F),
+    ({"data": 2, "stage": 2}, "zero1", STAGED | dict(pipeline__schedule="zb_h1"), F),
+    ({"data": 2, "fsdp": 2}, "ddp", dict(batch__accumulation=2), F),
     ({"data": 2, "fsdp": 2}, "hsdp", dict(remat="full"), F),
-    ({"data": 2, "fsdp": 2, "tensor": 2}, "zero1", {}, S),
+    ({"data": 2, "fsdp": 2, "tensor": 2}, "zero1", {}, F),
     ({"data": 2, "fsdp": 2, "sequence": 2}, "zero2", {}, F),
-    ({"data": 2, "sequence": 2, "tensor": 2}, "zero2", {}, S),
+    ({"data": 2, "sequence": 2, "tensor": 2}, "zero2", {}, F),
     ({"data": 2, "fsdp": 2, "tensor": 2}, "zero3", {}, S),
-    ({"data": 2, "stage": 2}, "ddp", STAGED, S),
-    ({"data": 2, "stage": 2, "fsdp": 2}, "zero3", dict(batch__accumulation=4), S),
+    ({"data": 2, "stage": 2}, "ddp", STAGED, F),
+    ({"data": 2, "stage": 2, "fsdp": 2}, "zero3", dict(batch__accumulation=4), F),
 ]
 OTHERS = [
     ("zero_one", {"data": 2, "fsdp": 2}, "zero3", {}, S),
