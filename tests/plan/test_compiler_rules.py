@@ -245,6 +245,9 @@ def _kinds(run, topology):
         ("v5e:8x8", {"mesh__fsdp": 16, "mesh__tensor": 4}, "reduce-scatter"),
         ("2@v5e:4x4", {"mesh__data": 2, "mesh__fsdp": 16, "sharding__layout": "hsdp"},
          "all-reduce"),
+        # As many as a slice has, and of different slices.
+        ("8@v5e:2x4", {"mesh__fsdp": 8, "mesh__tensor": 8, "mesh__across_slices": ("fsdp",),
+                       "model__num_heads": 16, "model__num_kv_heads": 8}, "reduce-scatter"),
         ("v5e:4x4", {"mesh__fsdp": 16}, "all-to-all"),
         ("v5p:4x4x4", {"mesh__fsdp": 64}, "reduce-scatter"),
     ],
