@@ -41,11 +41,3 @@ def gathers_ahead(config: Config) -> bool:
     """
     splits = splits_parameters(config)
     return splits and config.sharding.gather == "layer" and config.mesh.tensor == 1
-
-
-def reads_one_by_one(config: Config) -> bool:
-    """Whether on GPUs a microbatch's weights are read when the one before it is done
-    (`gradients.one_by_one`): else XLA:GPU gathers the first of them ahead, and may copy what layers
-    save. Not with stages, whose microbatches overlap."""
-    several = config.batch.accumulation > 1 and config.mesh.stage == 1
-    return several and gathers_ahead(config)

@@ -11,12 +11,7 @@ head's gradient over chunks are in fp32: the gradient itself where that is.
 import dataclasses
 
 from llmx.config import Config, utilization
-from llmx.config.axes import (
-    gathers_ahead,
-    is_one_device,
-    reads_one_by_one,
-    splits_parameters,
-)
+from llmx.config.axes import gathers_ahead, is_one_device, splits_parameters
 from llmx.config.state_memory import FP32, Held, leaves
 from llmx.model import precision
 
@@ -30,8 +25,8 @@ class Arrays:
     # With more than two chunks that are gathered ahead a body has two turns: logits in fp32 and
     # chunks of the head while the second begins, and while the first makes the head's gradient.
     double_buffered: tuple[tuple[int, int], ...]
-    # Of two that are gathered ahead, where microbatches are read one by one: the same two numbers.
-    one_by_one: tuple[int, int] | None
+    # Of two chunks of the table that tokens are looked up in, too: as compiled with GPT-2.
+    tied_logits: int
     rows: tuple[int, int, int]  # chunks of the head, gathered, in the compute dtype
     head: float  # bytes per number of a device's share of the head
     head_fp32: float  # the same where its gradient is in fp32
@@ -41,12 +36,12 @@ class Arrays:
 
 # With libtpu 0.0.42.1 and XLA of jax 0.10.2.
 TPU = Arrays(
-    logits=(1, 1, 1), gradients=(1, 1, 1), double_buffered=(), one_by_one=None, rows=(1, 2, 2),
+    logits=(1, 1, 1), gradients=(1, 1, 1), double_buffered=(), tied_logits=1, rows=(1, 2, 2),
     head=2.0, head_fp32=2.0, core_bytes=128 * 2**20, keeps_logits=True,
 )  # fmt: skip
 GPU = Arrays(
-    logits=(1, 3, 1), gradients=(1, 0, 1), double_buffered=((2, 2), (1, 4)), one_by_one=(4, 2),
-    rows=(1, 4, 2), head=4.0, head_fp32=0.0, core_bytes=0, keeps_logits=False,
+    logits=(1, 2, 1), gradients=(1, 0, 1), double_buffered=((2, 2), (1, 4)), tied_logits=4,
+    rows=(1, 2, 2), head=4.0, head_fp32=0.0, core_bytes=0, keeps_logits=False,
 )  # fmt: skip
 
 
@@ -58,8 +53,8 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
         kind = 2
     logits, gradients = arrays.logits[kind], arrays.gradients[kind]
     copied = arrays.rows[kind]
-    if kind == 1 and on_gpu and reads_one_by_one(run):
-        logits, copied = arrays.one_by_one
+    if kind == 1 and run.model.tied_head:
+        logits = arrays.tied_logits
     policy = precision.policy_of(run.precision, run.reduce_dtype)
     compute = policy.compute.itemsize
     of_head = arrays.head_fp32 if policy.reduce.itemsize == FP32 else arrays.head

@@ -22,7 +22,7 @@ from llmx.config import (
     table_checks,
     utilization,
 )
-from llmx.config.axes import layout_of, reads_one_by_one
+from llmx.config.axes import layout_of
 from llmx.contract import Gradient, Transform
 from llmx.data import pairs
 from llmx.model import distillation, losses, precision, quantization, quantized, training_loss
@@ -226,7 +226,7 @@ def _gradient_maker(
     if config.mesh.stage == 1:
         make = functools.partial(
             gradients.whole_batch, accumulation=config.batch.accumulation,
-            read=gradients.one_by_one if on_gpu and reads_one_by_one(config) else gradients.at_once,
+            loop=gradients.uncounted if on_gpu else gradients.counted,
         )  # fmt: skip
         return make, None
     table = utilization.table_of(config)

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 
 from llmx import sharding
 from llmx.aot.topologies import Topology
-from llmx.config import Config, loss_memory, stage_memory, state_memory, utilization
-from llmx.config.axes import is_one_device, reads_one_by_one
+from llmx.config import loss_memory, stage_memory, state_memory, utilization
+from llmx.config.axes import is_one_device
 from llmx.config.state_memory import leaves
 from llmx.model import quantization, remat, remat_costs
 from llmx.model.families import ModelConfig
@@ -44,6 +44,7 @@ class Program:
 
     # Whole arrays of a microbatch while a layer is run again and differentiated.
     mlp: float  # [tokens, F]: gate, up, their activation, gradients
+    plain_mlp_alone: float  # the same of an MLP without gate, where there is one device
     inside: float  # [tokens, D] where positions are whole, with mesh.tensor > 1
     between: float  # [tokens, D] between blocks
     heads: float  # [tokens, N H]
@@ -60,28 +61,22 @@ class Program:
     # Copies that XLA makes before its loops, in another layout.
     copied: tuple[str, ...]  # endings of the names of parameters, in fp32
     head_copies: float  # of saved queries
-    # With several microbatches (`_copies_for_microbatches`): more of the saved inputs of layers and
-    # of `copied`, where weights are cast and not read one by one; with more than two, of gradients.
-    kept_copies: float
-    gradient_copies: float
     gathered_head: float  # of the head's share all the time, in fp32
     lanes: int  # that the size of a head, and rows, are padded to
 
 
 # With libtpu 0.0.42.1 and XLA of jax 0.10.2.
 TPU = Program(
-    mlp=3.0, inside=3.0, between=2.0, heads=2.0, normed_heads=0.0, kv_heads=8.0, weights=1.2,
+    mlp=3.0, plain_mlp_alone=3.0, inside=3.0, between=2.0, heads=2.0, normed_heads=0.0, kv_heads=8.0, weights=1.2,
     ahead=(0.0, 0.0, 0.0), without_gathers=1.0, bodies=False, bodies_alone=1.0,
     copied=("attention/query/kernel", "attention/key/kernel", "attention/value/kernel"),
-    head_copies=0.0, kept_copies=0.0, gradient_copies=0.0,
-    gathered_head=0.0, lanes=128,
+    head_copies=0.0, gathered_head=0.0, lanes=128,
 )  # fmt: skip
 GPU = Program(
-    mlp=6.0, inside=2.5, between=5.0, heads=2.0, normed_heads=4.0, kv_heads=0.0, weights=1.4,
+    mlp=6.0, plain_mlp_alone=5.0, inside=2.5, between=5.0, heads=2.0, normed_heads=4.0, kv_heads=0.0, weights=1.4,
     ahead=(3.0, 1.0, 1.75), without_gathers=1.5, bodies=True, bodies_alone=1.5,
     copied=("mlp/down/kernel", "attention/out/kernel"),
-    head_copies=1.0, kept_copies=1.0, gradient_copies=0.7,
-    gathered_head=1.0, lanes=1,
+    head_copies=1.0, gathered_head=1.0, lanes=1,
 )  # fmt: skip
 
 # What XLA:TPU copies into another layout (`_turned`): where several loops read it; on one device.
@@ -172,13 +167,11 @@ def state(sizes: Sizes, *, on_host: bool = False) -> dict[str, float]:
 
 def _saved(sizes: Sizes, program: Program) -> dict[str, float]:
     """What layers save for the backward pass, of one microbatch, and copies of it."""
-    found, run = saved(sizes, program), sizes.run
-    if _alone(sizes, program) or (program is GPU and _hides_copies(sizes)):
+    found = saved(sizes, program)
+    several = sizes.run.batch.accumulation > 1
+    if _alone(sizes, program) or (program is GPU and (several or _hides_copies(sizes))):
         return found
-    copies = 0.0 if reads_one_by_one(run) else program.head_copies * _queries(sizes)
-    if sizes.mesh["sequence"] == 1 and _copies_what_is_kept(sizes):
-        copies += program.kept_copies * _inputs_alone(sizes.run) * _input_bytes(sizes)
-    return found | {"copies of activations": copies}
+    return found | {"copies of activations": program.head_copies * _queries(sizes)}
 
 
 def _hides_copies(sizes: Sizes) -> bool:
@@ -186,19 +179,6 @@ def _hides_copies(sizes: Sizes) -> bool:
     `zero2`, XLA:GPU then saves them in the layout that attention takes."""
     gathers = sizes.axes_of("embed", "parameters")
     return not gathers and sizes.run.model.positions == "rope"
-
-
-# Arrays [tokens, D] that a layer may save beside its input.
-_OF_STREAM = {remat.ATTENTION_NORM, remat.ATTENTION_OUT, remat.MLP_NORM, remat.MLP_OUT}
-
-
-def _inputs_alone(run: Config) -> int:
-    """How many inputs of layers and of segments are saved, and no other array of the stream beside
-    them: as compiled with and without the output of attention."""
-    apart = remat_costs.policies_apart(run.model, run.remat)
-    of_layers = sum(of.saved is not None and not of.saved & _OF_STREAM for of in apart)
-    segments = remat_costs.segments(run.model, run.remat)
-    return run.model.repeats * (of_layers + len(segments))
 
 
 def saved(sizes: Sizes, program: Program) -> dict[str, float]:
@@ -291,11 +271,12 @@ def _gradients_of_layers(sizes: Sizes) -> float:
 
 def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -> dict[str, float]:
     """Gradients at the peak of the loss. There are none yet on one device, nor where layers save
-    all, but where GPUs gather weights; with one chunk, XLA:GPU makes the head's after it."""
+    all, or are a loop over periods on GPUs with several microbatches, but where GPUs gather
+    weights; with one chunk, XLA:GPU makes the head's after it."""
     held, chunks = common.get("gradients", 0.0), utilization.loss_chunks(sizes.run)
     gathers = program is GPU and sizes.axes_of("embed", "parameters")
-    kept = keeps_all(sizes) and not gathers
-    if kept or is_one_device(sizes.run):
+    several = program is GPU and sizes.run.batch.accumulation > 1 and _periods(sizes) > 1
+    if is_one_device(sizes.run) or ((keeps_all(sizes) or several) and not gathers):
         return {"gradients": 0.0}
     if not held or program is not GPU or chunks > 1:
         return {}
@@ -323,10 +304,7 @@ def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
             for leaf in leaves(sizes.run.model)
             if leaf.name.endswith((*program.copied, *experts.copied(sizes)))
         )
-        found += copied * (1 + program.kept_copies * _copies_what_is_kept(sizes))
-        # A loop of two is written out.
-        if _copies_for_microbatches(sizes) and sizes.run.batch.accumulation > 2:
-            found += program.gradient_copies * _gradients(sizes)["gradients"]
+        found += copied
     return {"copies of weights and gradients": found}
 
 
@@ -380,19 +358,6 @@ def _periods(sizes: Sizes) -> float:
     return 1.0 if period == 1 or model.num_blocks < 2 * period else model.num_blocks / period
 
 
-def _copies_for_microbatches(sizes: Sizes) -> bool:
-    """Whether XLA:GPU copies more for a loop over microbatches: not where tokens are split over
-    `tensor`, as compiled with turns and without."""
-    return sizes.run.batch.accumulation > 1 and sizes.mesh["tensor"] == 1
-
-
-def _copies_what_is_kept(sizes: Sizes) -> bool:
-    """Whether it then copies layers' inputs and weights, too: where these are cast, and read for
-    several microbatches at a time."""
-    several = _copies_for_microbatches(sizes) and not reads_one_by_one(sizes.run)
-    return several and _casts(sizes)
-
-
 def _casts(sizes: Sizes) -> bool:
     """Whether the model computes in another type than that of the parameters."""
     return sizes.compute_bytes != sizes.param_bytes
@@ -403,11 +368,12 @@ def _gathered(sizes: Sizes) -> dict[str, float]:
     if sizes.run.sharding.gather != "step":
         return {}
     products = (*sizes.weights, sizes.head)
+    heads = WHOLE_HEADS if sizes.run.batch.accumulation == 1 else 1
     return {
         "gathered weights": sum(
             sizes.gathered_bytes(leaf) * sizes.whole(leaf) for leaf in products
         ),
-        "gradients of the head": WHOLE_HEADS * sizes.compute_bytes * sizes.whole(sizes.head),
+        "gradients of the head": heads * sizes.compute_bytes * sizes.whole(sizes.head),
     }
 
 
@@ -465,11 +431,14 @@ def _layer(sizes: Sizes, program: Program) -> float:
     model, tensor = sizes.run.model, sizes.mesh["tensor"]
     mlp_dim = remat_costs.mlp_dim(model)
     bodies = _bodies(model) if program.bodies else 1
-    if _alone(sizes, program):
-        bodies = min(bodies, program.bodies_alone)
     gathers = sizes.axes_of("embed", "parameters") and sizes.run.sharding.gather == "layer"
-    waits = gathers or _alone(sizes, program) or sizes.run.batch.accumulation > 1
+    several = sizes.run.batch.accumulation > 1
+    if _alone(sizes, program) or (several and not gathers):
+        bodies = min(bodies, program.bodies_alone)
+    waits = gathers or _alone(sizes, program) or several
     mlp, weights = program.mlp * (1.0 if waits else program.without_gathers), 0.0
+    if _alone(sizes, program) and not model.gated_mlp:
+        mlp = program.plain_mlp_alone
     if gathers:
         of_mlp = sizes.compute_bytes * sizes.tokens * mlp_dim / tensor
         arrays, whole, of_gradients = program.ahead

@@ -290,7 +290,7 @@ def _weights(sizes: Sizes, passes: Passes, turns: int, on_gpu: bool) -> Iterator
         if not leaf.is_matrix:
             yield from _of_vector(sizes, passes, leaf)
         elif leaf.of_layers:
-            yield from _of_layers(sizes, passes, leaf, own_sums, on_gpu)
+            yield from _of_layers(sizes, passes, leaf, turns, own_sums, on_gpu)
         elif leaf == sizes.head:
             yield from _of_head(sizes, passes, leaf, on_gpu)
         else:
@@ -331,8 +331,9 @@ def _added_up(sizes: Sizes, passes: Passes, leaf: Leaf) -> Message:
 
 
 def _of_layers(
-    sizes: Sizes, passes: Passes, leaf: Leaf, turns: int, on_gpu: bool
+    sizes: Sizes, passes: Passes, leaf: Leaf, turns: int, own_sums: int, on_gpu: bool
 ) -> Iterator[Message]:
+    """`own_sums`: of the `turns`, how many sum their gradients over devices by themselves."""
     run, layers = sizes.run, passes.blocks if leaf.in_blocks else passes.first
     of_one = sizes.mesh["stage"] if leaf.in_blocks else 1
     numbers = sizes.whole(leaf) * of_one / leaf.shape[0]  # of a layer
@@ -342,7 +343,8 @@ def _of_layers(
     gathered = (passes.forward + passes.backward - shared) * layers
     gathered += passes.backward * again
     times = run.model.repeats
-    gathered *= times
+    own_gathers = turns if on_gpu else 1
+    gathered *= times * (1 + (own_gathers - 1) * _kept_whole(run))
     if run.sharding.gather == "step":
         gathered = layers
     yield _message(
@@ -351,7 +353,8 @@ def _of_layers(
     )  # fmt: skip
     yield _message(
         sizes, "gradients", "reduce-scatter", sizes.splitting(leaf, "gradients"),
-        sizes.reduce_bytes * numbers, (passes.weight or passes.backward) * layers * turns * times,
+        sizes.reduce_bytes * numbers,
+        (passes.weight or passes.backward) * layers * own_sums * times,
         leaf.name,
     )  # fmt: skip
     total = _added_up(sizes, passes, leaf)
@@ -360,6 +363,13 @@ def _of_layers(
         # is behind the loop over them.
         total = dataclasses.replace(total, count=total.count * math.ceil(turns / 2))
     yield total
+
+
+def _kept_whole(run: Config) -> float:
+    """The share of layers that save everything: each of their turns gathers weights of its own
+    (`model.turns`), of which XLA:TPU makes one gather."""
+    policies = remat_costs.policies(run.model, run.remat)
+    return sum(of.saved is None for of in policies) / len(policies)
 
 
 def _layers_again(run: Config) -> int:

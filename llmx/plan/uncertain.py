@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from llmx.aot.report import size
 from llmx.aot.topologies import Topology
 from llmx.config import Config, state_memory, utilization
-from llmx.config.axes import is_one_device, reads_one_by_one
-from llmx.plan import memory, sizes, traffic
+from llmx.config.axes import is_one_device
+from llmx.plan import sizes, traffic
 from llmx.plan.sizes import Sizes
 from llmx.plan.traffic import Message
 
@@ -18,7 +18,6 @@ SMALL = 2.5e8  # parameters: vocabulary and loss are most of what a device holds
 # Tokens of a device below which, and devices that split the weights above which, what is gathered
 # decides.
 FEW_TOKENS, MANY_WAYS = 512, 64
-NOTABLE = 0.1  # of the memory that is counted
 FEW = 12  # layers; those of the mixtures that were compared are 32 and more
 # Of the steps that are compared in docs/plan.md; their times were off by 13%.
 _STRATEGIES = ("top_k", "diloco", "zero_one")
@@ -47,8 +46,6 @@ def of(run: Config, topology: Topology, sent: Sequence[Message], step: float) ->
             "few tokens beside the weights that a GPU gathers, or weights over many GPUs: memory a "
             "fifth more or less, time up to twice as long"
         )
-    if topology.platform == "gpu" and reads_one_by_one(run):
-        found += _of_microbatches(counted, topology)
     if topology.platform == "tpu" and is_one_device(run):
         found.append("the time on one TPU: a fifth more or less, in fp32 half as much")
     if topology.platform == "tpu" and run.pipeline.schedule.startswith("zb"):
@@ -104,17 +101,6 @@ def _of_attention(counted: Sizes, topology: Topology, sent: Sequence[Message]) -
         yield (
             f"gradients of attention in {columns} columns: XLA:TPU sums some of them on every "
             f"device, up to {size(more)} more along {','.join(axes)}"
-        )
-
-
-def _of_microbatches(counted: Sizes, topology: Topology) -> Iterator[str]:
-    """XLA:GPU holds what the layers of two microbatches save where there is room for it."""
-    held = memory.on(counted, topology).peak
-    saved = memory.saved(counted, memory.GPU)["saved activations"]
-    if saved > NOTABLE * held:
-        yield (
-            f"memory with several microbatches on GPUs: XLA may hold what layers save twice, "
-            f"{size(saved)} more, where that fits; counted is what a step needs"
         )
 
 

@@ -13,22 +13,29 @@ from llmx.model import quantized
 from llmx.model.training_loss import TrainingLoss, microbatches, squared_norms
 from llmx.step import balance
 
-# (sums over the microbatches before, parameters) -> the same, as the next microbatch reads them.
-Read = Callable[[Any, Any], tuple[Any, Any]]
+# (add, sums before the first microbatch, microbatches [n, ...]) -> sums after the last.
+Loop = Callable[[Callable[[Any, Any], Any], Any, Any], Any]
 
 
-def at_once(total, params):
-    """A compiler may read the weights of a microbatch before the one before it is done."""
-    return total, params
+def counted(add: Callable[[Any, Any], Any], zeros: Any, batches: Any) -> Any:
+    """A loop over microbatches whose iterations the compiler can count."""
+    return jax.lax.scan(lambda total, one: (add(total, one), None), zeros, batches)[0]
 
 
-def one_by_one(total, params):
-    """It may not. XLA:GPU would gather the first of them while the last layers are differentiated,
-    and where memory is left copy what layers have saved for that (docs/memory.md)."""
-    return jax.lax.optimization_barrier((total, params))
+def uncounted(add: Callable[[Any, Any], Any], zeros: Any, batches: Any) -> Any:
+    """The same, but the compiler does not know how many there are.
+
+    XLA:GPU makes one body of two iterations that it can count, as the layers' loops need it to
+    gather ahead. Of two microbatches it then holds what the layers save at the same time, where
+    memory is left (docs/memory.md).
+    """
+    number = jax.tree.leaves(batches)[0].shape[0]
+    hidden = jax.lax.optimization_barrier(jnp.int32(number))
+    one = lambda i: jax.tree.map(lambda leaf: leaf[i], batches)  # noqa: E731
+    return jax.lax.fori_loop(0, hidden, lambda i, total: add(total, one(i)), zeros)
 
 
-def whole_batch(loss: TrainingLoss, *, accumulation: int = 1, read: Read = at_once) -> Gradient:
+def whole_batch(loss: TrainingLoss, *, accumulation: int = 1, loop: Loop = counted) -> Gradient:
     """The gradient of a global batch, the same on all replicas.
 
     `accumulation`: microbatches per step; must divide the batch of each device. Communicates over
@@ -55,9 +62,8 @@ def whole_batch(loss: TrainingLoss, *, accumulation: int = 1, read: Read = at_on
         def add(total, microbatch):
             # Each is already divided by the global token count, so microbatches weigh as their
             # tokens do.
-            total, own = read(total, params)
-            new = differentiate(buffers, own, microbatch, tokens, extra)
-            return quantized.added(total, new), None
+            new = differentiate(buffers, params, microbatch, tokens, extra)
+            return quantized.added(total, new)
 
         # Our own loop: optax.microbatching compares jax's version as text, takes 0.10 for older
         # than 0.7, and so refuses explicit axes.
@@ -65,7 +71,7 @@ def whole_batch(loss: TrainingLoss, *, accumulation: int = 1, read: Read = at_on
         sums = loss.with_ranges(jax.tree.map(sharding.empty_sum, buffer_types), none)
         zero = jnp.zeros(())
         zeros = sums, (zero, zero, dict.fromkeys(loss.reported, zero))
-        return jax.lax.scan(add, zeros, microbatches(batch, accumulation))[0]
+        return loop(add, zeros, microbatches(batch, accumulation))
 
     def take(params, batch, in_flight, extra):
         num_tokens = jnp.sum(batch["weights"])

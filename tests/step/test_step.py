@@ -9,7 +9,6 @@ import pytest
 from support import runs
 
 from llmx import sharding
-from llmx.config.axes import reads_one_by_one
 from llmx.contract import Gradients
 from llmx.model import decoder
 from llmx.runtime import bounds
@@ -174,24 +173,20 @@ def test_accumulation_changes_nothing(mesh_name, accumulation):
         assert_near(report, expected)
 
 
-def test_microbatches_that_are_read_one_by_one_are_the_same(monkeypatch):
+def test_a_loop_that_is_not_counted_gives_the_same(monkeypatch):
     """As on GPUs, but for the order of sums that a compiler fuses."""
     plain = make_recipe("fsdp 4", batch__accumulation=2)
     make, asked = gradients.whole_batch, []
 
     def whole_batch(loss, **keys):
         asked.append(keys)
-        return make(loss, **keys | {"read": gradients.one_by_one})
+        return make(loss, **keys | {"loop": gradients.uncounted})
 
     monkeypatch.setattr(gradients, "whole_batch", whole_batch)
-    one_by_one = make_recipe.__wrapped__("fsdp 4", batch__accumulation=2)
-    assert [keys["read"] for keys in asked] == [gradients.at_once]  # on CPUs
-    keys = dict(mesh=MESHES["fsdp 4"], sharding__layout="zero3")
-    for accumulation in (1, 2):
-        asks = runs.make_config("llama3", batch__accumulation=accumulation, **keys)
-        assert reads_one_by_one(asks) == (accumulation > 1)
+    uncounted = make_recipe.__wrapped__("fsdp 4", batch__accumulation=2)
+    assert [keys["loop"] for keys in asked] == [gradients.counted]  # on CPUs
     (first, of_first), (second, of_second) = (
-        run_steps(one, make_step(one), 2) for one in (plain, one_by_one)
+        run_steps(one, make_step(one), 2) for one in (plain, uncounted)
     )
     assert_near(first.params, second.params)
     assert_near(of_first, of_second)
@@ -201,7 +196,7 @@ def test_microbatches_that_are_read_one_by_one_are_the_same(monkeypatch):
             arguments = new_state(recipe), place_batch(recipe, numpy_batch())
             return make_step(recipe).lower(*arguments).as_text().count("optimization_barrier")
 
-    assert barriers(one_by_one) == barriers(plain) + 1
+    assert barriers(uncounted) == barriers(plain) + 1
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
