@@ -273,9 +273,9 @@ def _make_strategy(
 
     def inputs_with(head: Any) -> replicas_lib.StrategyInputs:
         optimizer = optimizers.make(
-            config.optimizer, axes=loss.axes, total_steps=config.steps, head=head,
-            factors=divergence.boundaries(config.rollback), param=loss.execution.policy.param,
-            bias_rate=config.experts.bias_rate,
+            config.optimizer, axes=loss.axes, splits=loss.updates, total_steps=config.steps,
+            head=head, factors=divergence.boundaries(config.rollback),
+            param=loss.execution.policy.param, bias_rate=config.experts.bias_rate,
         )  # fmt: skip
         rates = jax.vmap(optimizer.schedule)(jnp.arange(config.steps))
         return replicas_lib.StrategyInputs(

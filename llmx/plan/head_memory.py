@@ -53,13 +53,14 @@ def padding_of(sizes: Sizes, lanes: int) -> float:
 
 def padded_tables(sizes: Sizes, lanes: int) -> float:
     """XLA:TPU updates tables of the vocabulary in another layout where their columns are not whole
-    lanes: new values and moments, which it makes room for from the beginning."""
+    lanes: new values, moments and averages, which it makes room for from the beginning."""
     if (padding := padding_of(sizes, lanes)) == 1:
         return 0.0
     tables = 1 if sizes.run.model.tied_head else 2
     _, of_moments = optimizers.num_moments(sizes.run.optimizer)
     of_one = FP32 * sizes.local(sizes.head, "parameters") * padding
-    return (1 + of_moments) * tables * of_one
+    averages = sizes.run.optimizer.ema_decay > 0
+    return (1 + of_moments + averages) * tables * of_one
 
 
 def _cuts_lanes(sizes: Sizes) -> bool:

@@ -27,7 +27,7 @@ from llmx.config.axes import is_one_device
 from llmx.config.state_memory import leaves
 from llmx.model import quantization, remat, remat_costs
 from llmx.model.families import ModelConfig
-from llmx.plan import exchange, experts, head_memory
+from llmx.plan import exchange, experts, head_memory, orthogonal
 from llmx.plan.sizes import Sizes
 
 FP32 = 4
@@ -67,13 +67,15 @@ class Program:
 
 # With libtpu 0.0.42.1 and XLA of jax 0.10.2.
 TPU = Program(
-    mlp=3.0, plain_mlp_alone=3.0, inside=3.0, between=2.0, heads=2.0, normed_heads=0.0, kv_heads=8.0, weights=1.2,
+    mlp=3.0, plain_mlp_alone=3.0, inside=3.0, between=2.0, heads=2.0, normed_heads=0.0,
+    kv_heads=8.0, weights=1.2,
     ahead=(0.0, 0.0, 0.0), without_gathers=1.0, bodies=False, bodies_alone=1.0,
     copied=("attention/query/kernel", "attention/key/kernel", "attention/value/kernel"),
     head_copies=0.0, gathered_head=0.0, lanes=128,
 )  # fmt: skip
 GPU = Program(
-    mlp=6.0, plain_mlp_alone=5.0, inside=2.5, between=5.0, heads=2.0, normed_heads=4.0, kv_heads=0.0, weights=1.4,
+    mlp=6.0, plain_mlp_alone=5.0, inside=2.5, between=5.0, heads=2.0, normed_heads=4.0,
+    kv_heads=0.0, weights=1.4,
     ahead=(3.0, 1.0, 1.75), without_gathers=1.5, bodies=True, bodies_alone=1.5,
     copied=("mlp/down/kernel", "attention/out/kernel"),
     head_copies=1.0, gathered_head=1.0, lanes=1,
@@ -138,7 +140,7 @@ def of(
             "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
             "tables in another layout": head_memory.padded_tables(sizes, program.lanes),
         },
-        UPDATE: _relaid(sizes, program) | {
+        UPDATE: _relaid(sizes, program) | _orthogonalized(sizes) | {
             "updated parameters": _updated(sizes, on_gpu, device_bytes),
         },
     }  # fmt: skip
@@ -272,12 +274,15 @@ def _gradients_of_layers(sizes: Sizes) -> float:
 def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -> dict[str, float]:
     """Gradients at the peak of the loss. There are none yet on one device, nor where layers save
     all, or are a loop over periods on GPUs with several microbatches, but where GPUs gather
-    weights; with one chunk, XLA:GPU makes the head's after it."""
+    weights; with one chunk, XLA:GPU makes the head's after it. XLA:TPU makes those of layers after
+    it where weights are gathered."""
     held, chunks = common.get("gradients", 0.0), utilization.loss_chunks(sizes.run)
     gathers = program is GPU and sizes.axes_of("embed", "parameters")
     several = program is GPU and sizes.run.batch.accumulation > 1 and _periods(sizes) > 1
     if is_one_device(sizes.run) or ((keeps_all(sizes) or several) and not gathers):
         return {"gradients": 0.0}
+    if held and program is TPU and sizes.axes_of("embed", "parameters"):
+        return {"gradients": held - _gradients_of_layers(sizes)}
     if not held or program is not GPU or chunks > 1:
         return {}
     return {"gradients": held - sizes.reduce_bytes * sizes.local(sizes.head, "gradients")}
@@ -520,6 +525,15 @@ def _relaid(sizes: Sizes, program: Program) -> dict[str, float]:
     return {name: rest[name], "a table in another layout": 2 * table * (1 + padding)}
 
 
+def _orthogonalized(sizes: Sizes) -> dict[str, float]:
+    """Matrices that Muon has whole, beside all gradients."""
+    if not (held := orthogonal.held(sizes)):
+        return {}
+    rest = _gradients(sizes)
+    name = "sums of gradients" if rest["sums of gradients"] else "gradients"
+    return {name: rest[name], "whole matrices": held}
+
+
 _STATE = ("parameters", "optimizer")  # parts of a `StageMemory`
 
 
@@ -530,6 +544,7 @@ def _of_stages(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> Memory:
     rest = {name: num for name, num in parts.items() if num and name not in _STATE}
     rest |= {name: math.ceil(num) for name, num in _rounded(sizes).items()}
     peaks = {BACKWARD: rest}
-    if updated := math.ceil(_updated(sizes, on_gpu, device_bytes)):
-        peaks[UPDATE] = {"updated parameters": updated}
+    updated = _orthogonalized(sizes) | {"updated parameters": _updated(sizes, on_gpu, device_bytes)}
+    if any(updated.values()):
+        peaks[UPDATE] = {name: math.ceil(num) for name, num in updated.items() if num}
     return Memory(held, peaks, math.ceil(sum(state(sizes, on_host=True).values())))

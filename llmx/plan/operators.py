@@ -28,7 +28,7 @@ from llmx.data import pairs
 from llmx.model import costs, quantization, quantized, ranks, remat, remat_costs
 from llmx.model.attention import blockwise, cudnn, splash
 from llmx.model.families import is_local
-from llmx.plan import experts, gemm, memory, traffic
+from llmx.plan import experts, gemm, memory, orthogonal, traffic
 from llmx.plan.gemm import Core
 from llmx.plan.sizes import Sizes
 from llmx.step import moments, optimizers
@@ -499,6 +499,13 @@ def _ends(device: _Device) -> Iterator[Operator]:
     num_bytes = moved.update / OF_ADAMW * _updated_bytes(sizes, updated)
     launches = moved.of_update * len(state_memory.leaves(sizes.run.model))
     yield device.move("update", ENDS, num_bytes, part=UPDATE, launches=launches)
+    for stack in orthogonal.stacks(sizes):
+        for shape, count in orthogonal.products(stack):
+            name = stack.leaf.name.removeprefix("blocks/").removesuffix("/kernel")
+            yield device.product(
+                name, UPDATE, ENDS, shape, orthogonal.dtype(device.core.chip), count,
+                role="orthogonalised",
+            )  # fmt: skip
     yield from _of_cpus(device)
 
 

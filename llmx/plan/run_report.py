@@ -206,10 +206,6 @@ def fits(held: Memory, topology: Topology) -> bool:
 def uncounted(run: Config) -> list[str]:
     """What a resolved run takes beside what is counted."""
     offload, found = run.offload, []
-    if run.optimizer.name == "muon" and max(_mesh(run).values()) > 1:
-        found.append("what Muon sends and holds to orthogonalise matrices that are split")
-    if run.optimizer.name == "muon":
-        found.append("the time of the products that Muon orthogonalises with")
     if run.model.ranks and run.mesh.tensor > 1:
         found.append("sums over `tensor` of what lies between two factors")
     if offload.saves:

@@ -40,7 +40,7 @@ class Overlap:
     edge_of_pass: float  # the same for each pass of a pipeline
     # Whether those of ticks in which all stages do the same are gathered ahead, as in other loops.
     ahead: bool
-    once: float  # of sums of gradients and gathers of updated parameters, once a step
+    once: float  # of sums of gradients and what an update sends, once a step
     step: float  # of weights that are gathered once a step
     ring: float  # of keys and values
     heads: float  # of Ulysses' exchanges
@@ -274,7 +274,7 @@ def share(one: Message, overlap: Overlap, turns: int) -> float:
         return overlap.step
     if one.purpose == "gradients":
         return overlap.once if one.kind == "all-reduce" else overlap.wide
-    return overlap.once if one.purpose == "updated parameters" else 1.0
+    return overlap.once if one.purpose in ("updated parameters", "whole matrices") else 1.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

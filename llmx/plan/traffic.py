@@ -35,7 +35,7 @@ from llmx.model.families import ModelConfig, is_local
 from llmx.pipeline import executor, ticks
 from llmx.pipeline.schedule import BACKWARD, FORWARD, WEIGHT, Table
 from llmx.pipeline.tick import When
-from llmx.plan import experts
+from llmx.plan import experts, orthogonal
 from llmx.plan.sizes import Sizes
 from llmx.sharding import scatter
 
@@ -186,6 +186,7 @@ def of(
         *over_tensor(sizes, passes), *_replicated_heads(sizes, passes),
         *over_sequence(sizes, passes, peeled=peeled), *_stages(sizes, passes),
         *_over_expert(sizes, passes),
+        *(_message(sizes, "whole matrices", *one) for one in orthogonal.messages(sizes)),
     ]  # fmt: skip
     if exchanges:
         found = [part for one in found for part in _exchanged(sizes, one)]

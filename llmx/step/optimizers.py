@@ -22,7 +22,7 @@ from llmx.contract import Optimizer
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
 from llmx.sharding import trees
-from llmx.step import balance, moments, trust_ratio
+from llmx.step import balance, moments, muon, trust_ratio
 
 
 @dataclasses.dataclass
@@ -192,13 +192,27 @@ def _adafactor(config, schedule, axes):
     )
 
 
-def _muon(config, schedule, axes):
-    # consistent_rms gives updates the size of AdamW's, so that one learning rate serves both
-    # (2502.16982).
-    return contrib.muon(
-        schedule, beta=0.95, weight_decay=config.weight_decay,
-        adam_b1=config.b1, adam_b2=config.beta2, eps=config.eps, adam_weight_decay=0.0,
-        muon_weight_dimension_numbers=_muon_dimensions(axes), consistent_rms=0.2,
+def _muon(config, schedule, axes, splits=None):
+    """`optax.contrib.muon`, whose state is the same, on a mesh."""
+    dimensions = _muon_dimensions(axes)
+    is_leaf = lambda of: of is None or isinstance(of, contrib.MuonDimensionNumbers)  # noqa: E731
+    labels = jax.tree.map(lambda of: "adam" if of is None else "muon", dimensions, is_leaf=is_leaf)
+    found = jax.tree.leaves(dimensions, is_leaf=is_leaf)
+    splits = jax.tree.leaves(splits) if splits is not None else [None] * len(found)
+    mine = [pair for pair in zip(found, splits, strict=True) if pair[0] is not None]
+    orthogonalized = muon.scale_by_orthogonalized_momentum(mine, beta=0.95)
+    return optax.partition(
+        {
+            "muon": optax.chain(
+                orthogonalized, optax.identity(), optax.add_decayed_weights(config.weight_decay),
+                optax.scale_by_learning_rate(schedule),
+            ),
+            "adam": optax.adamw(
+                schedule, b1=config.b1, b2=config.beta2, eps=config.eps, weight_decay=0.0,
+                nesterov=True,
+            ),
+        },
+        labels,
     )  # fmt: skip
 
 
@@ -216,6 +230,8 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "muon": _muon,  # kellerjordan.github.io/posts/muon, arXiv 2502.16982
     "lamb": _behind_adam(_lamb_tail),  # arXiv 1904.00962
 }
+# Those that are also told how an update is split, as they exchange parts of it by themselves.
+SPLIT = ("muon",)
 
 
 def num_moments(config: OptimizerConfig) -> tuple[int, int]:
@@ -284,7 +300,7 @@ def make_schedule(
 
 
 def make(
-    config: OptimizerConfig, *, axes: Any, total_steps: int, head: Any = None,
+    config: OptimizerConfig, *, axes: Any, total_steps: int, splits: Any = None, head: Any = None,
     factors: Mapping[int, float] | None = None, param: jnp.dtype | None = None,
     bias_rate: float = 0.0,
 ) -> Optimizer:  # fmt: skip
@@ -294,13 +310,16 @@ def make(
       config: names and numbers.
       axes: tree of logical axis names, one tuple per parameter.
       total_steps: length of the run, which the schedules need.
+      splits: tree of the shardings of an update, over whose mesh axes Muon communicates; None =
+        the compiler decides.
       head: a transformation that takes the place of Adam's, in front of the same tail.
       factors: of the learning rate, see `make_schedule`.
       param: dtype of the master parameters; None = fp32.
       bias_rate: see `balance.with_bias_rate`.
     """
     schedule, tail = make_schedule(config, total_steps=total_steps, factors=factors), None
-    whole = OPTIMIZERS[config.name](config, schedule, axes)
+    told = dict(splits=splits) if config.name in SPLIT else {}
+    whole = OPTIMIZERS[config.name](config, schedule, axes, **told)
     if config.name in TAILS:
         tail = optax.chain(*TAILS[config.name](config, schedule, axes))
         # The tail's parts in one chain with the head: states lie side by side.

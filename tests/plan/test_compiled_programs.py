@@ -360,8 +360,7 @@ def test_the_script_takes_programs_of_one_platform(platform, tmp_path, monkeypat
 
 def test_what_is_not_counted_is_said(capsys):
     given = (f"--config={ROOT}/configs/gemma3_1b.py", "--machine=2@v5e:2x2")
-    assert "not counted: what Muon sends" in _run(capsys, *given)[1].out
-    code, printed = _run(capsys, *given, "--config.optimizer.name=adamw")
+    code, printed = _run(capsys, *given)
     assert code == 0 and "not counted" not in printed.out
     given = (f"--config={ROOT}/configs/llama3_8b.py", "--machine=h100:8")
     printed = _run(capsys, *given, "--config.offload.optimizer=True")[1]

@@ -138,7 +138,10 @@ def make_gradient(recipe: Recipe) -> Callable:
 def make_update(recipe: Recipe, config: config_lib.Config) -> Callable:
     """The jitted (State, gradients) -> State after an accepted update, at the next step."""
     update = step.make_update(recipe.loss, recipe.ema_decay)
-    optimizer = optimizers.make(config.optimizer, axes=recipe.loss.axes, total_steps=config.steps)
+    optimizer = optimizers.make(
+        config.optimizer, axes=recipe.loss.axes, splits=recipe.loss.updates,
+        total_steps=config.steps,
+    )  # fmt: skip
 
     def updated(state, grads):
         return update(grads, state, True, optimizer.whole)._replace(step=state.step + 1)
