@@ -243,6 +243,18 @@ def _gradient_maker(
     return make, chunks
 
 
+def updates_by_layer(config: config_lib.Config, *, on_cpu: bool = False) -> bool:
+    """Whether an update goes through the layers one after the other.
+
+    On CPU always: so offload, which does nothing there, changes no bit. Eight-bit moments of
+    several layers would be in fp32 at one time.
+    """
+    wanted = config.offload.optimizer or config.offload.parameters or on_cpu
+    wanted |= config.optimizer.moments == "int8"
+    able = config.model.is_decoder and config.optimizer.name in optimizers.BY_LAYER  # are stacked
+    return wanted and able and STRATEGIES[config.sync.strategy].shared_update
+
+
 def _make_strategy(
     config: config_lib.Config, loss: TrainingLoss, gradient: Gradient,
     make_gradient: Callable[[TrainingLoss], Gradient],
@@ -262,13 +274,7 @@ def _make_strategy(
     placed_state = in_parts = lambda whole: whole
     if config.offload.optimizer:
         placed_state = functools.partial(offload.in_host_memory, params=loss.params)
-    # On CPU always: so offload, which does nothing there, changes no bit. Eight-bit moments of
-    # several layers would be in fp32 at one time.
-    wanted = config.offload.optimizer or config.offload.parameters
-    wanted |= config.optimizer.moments == "int8"
-    wanted |= kind_of(loss.mesh).platform == "cpu"
-    wanted &= config.model.is_decoder  # whose layers are stacked
-    if wanted and technique.shared_update and config.optimizer.name in optimizers.BY_LAYER:
+    if updates_by_layer(config, on_cpu=kind_of(loss.mesh).platform == "cpu"):
         in_parts = functools.partial(offload.layer_by_layer, stages=config.mesh.stage)
 
     def inputs_with(head: Any) -> replicas_lib.StrategyInputs:

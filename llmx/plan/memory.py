@@ -126,12 +126,12 @@ def of(
     if sizes.run.sync.strategy != "mean":
         common.pop("gradients", None)  # the program makes them where the exchange's old state was
     peaks = {
-        END_OF_FORWARD: common | _before_the_head(sizes, common, program) | {
+        END_OF_FORWARD: common | {
             "loss": max(
                 loss_memory.of(sizes.run, on_gpu=on_gpu), head_memory.scattered(sizes, on_gpu)
             ),
             "gradient of the head": 0.0 if on_gpu else head_memory.in_the_loss(sizes, exchanges),
-        },
+        } | _before_the_head(sizes, common, program),
         BACKWARD: common | {
             "rounded head": _rounded_table(sizes, "head") if not on_gpu else 0.0,
             "a layer": max(_layer(one, program) for one in sizes.stacks),
@@ -282,6 +282,12 @@ def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -
     if is_one_device(sizes.run) or ((keeps_all(sizes) or several) and not gathers):
         return {"gradients": 0.0}
     if held and program is TPU and sizes.axes_of("embed", "parameters"):
+        if padded := head_memory.padded_tables(sizes, program.lanes):
+            # They are there from the beginning, and nothing that the backward pass makes.
+            return {
+                "tables in another layout": padded, "gradients": 0.0, "gradient of the head": 0.0,
+                "turned weights": 0.0, "copies of weights and gradients": 0.0,
+            }  # fmt: skip
         return {"gradients": held - _gradients_of_layers(sizes)}
     if not held or program is not GPU or chunks > 1:
         return {}

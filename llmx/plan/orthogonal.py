@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from llmx.config import recipe
 from llmx.config.state_memory import Leaf
 from llmx.plan.sizes import Sizes
 from llmx.runtime import hardware
@@ -15,29 +16,43 @@ from llmx.sharding import split_axes
 from llmx.step import muon
 
 FP32 = 4
+EXPERTS = "experts"  # the logical axis
+# Of a stack at the peak of an update that was compiled (Gemma-3 1B, ddp, h100:8): momentum, and it
+# in another layout; X before and after an iteration; the new value.
+ARRAYS = 5
 
 
 class Stack(NamedTuple):
-    """Equal matrices, one of each layer, of a parameter."""
+    """Equal matrices of a parameter, one of each layer or of each of its experts."""
 
     leaf: Leaf
     rows: int
     columns: int
     layers: int  # of a device's stage
+    experts: int  # of a device, each with a matrix in each layer; 1 = there are none
     splits: tuple[tuple[str, ...], ...]  # the mesh axes that split a dimension of a matrix
     ways: int  # parts of a matrix
-    one_by_one: bool  # gathered layer by layer
+    by_layer: bool  # the update goes through the layers one after the other
+
+    @property
+    def is_gathered(self) -> bool:
+        """Layer by layer, on all devices that split a matrix."""
+        return self.ways > 1 and (self.by_layer or self.layers == 1)
+
+    @property
+    def is_exchanged(self) -> bool:
+        return self.ways > 1 and not self.is_gathered
 
     @property
     def matrices(self) -> int:
         """That a device orthogonalises."""
-        return self.layers if self.one_by_one else -(-self.layers // self.ways)
+        layers = -(-self.layers // self.ways) if self.is_exchanged else self.layers
+        return layers * self.experts
 
     @property
-    def share(self) -> float:
-        """Bytes of a device's share, with the zeros that are exchanged."""
-        whole = self.layers if self.one_by_one else self.matrices * self.ways
-        return FP32 * whole * self.rows * self.columns / self.ways
+    def at_a_time(self) -> int:
+        """Of these."""
+        return self.experts if self.by_layer else self.matrices
 
 
 def stacks(sizes: Sizes) -> Iterator[Stack]:
@@ -45,35 +60,39 @@ def stacks(sizes: Sizes) -> Iterator[Stack]:
     run = sizes.run
     if run.optimizer.name != "muon":
         return
-    by_layer = run.offload.optimizer or run.offload.parameters or run.optimizer.moments == "int8"
+    by_layer = recipe.updates_by_layer(run)
     table = vars(sizes.layout)["optimizer"]
     for leaf in sizes.weights:
-        first, *rest = split_axes(leaf.axes, table, sizes.mesh, leaf.shape)
-        layers = leaf.shape[0] // sizes.size(first)
-        width = leaf.shape[leaf.axes.index("embed")]
-        columns = leaf.numbers // leaf.shape[0] // width
-        splits = tuple(axes for axes in rest if axes)
-        ways = math.prod(map(sizes.size, splits))
-        yield Stack(
-            leaf, width, columns, layers, splits, ways, by_layer or layers == 1 or ways == 1
+        (_, layers, first), *rest = zip(
+            leaf.axes, leaf.shape, split_axes(leaf.axes, table, sizes.mesh, leaf.shape), strict=True
         )
+        layers //= sizes.size(first)
+        experts = math.prod(num // sizes.size(axes) for name, num, axes in rest if name == EXPERTS)
+        of_matrix = [(num, axes) for name, num, axes in rest if name != EXPERTS]
+        width = leaf.shape[leaf.axes.index("embed")]
+        columns = math.prod(num for num, _ in of_matrix) // width
+        splits = tuple(axes for _, axes in of_matrix if axes)
+        ways = math.prod(map(sizes.size, splits))
+        yield Stack(leaf, width, columns, layers, experts, splits, ways, by_layer)
 
 
 def messages(sizes: Sizes) -> Iterator[tuple[str, tuple[str, ...], float, int, str]]:
     """(kind, mesh axes, bytes as `traffic.Message` has them, count, parameter) of a step."""
     for one in stacks(sizes):
-        if one.one_by_one:
-            num_bytes = FP32 * one.rows * one.columns / one.ways
+        if one.is_gathered:
+            num_bytes = FP32 * one.experts * one.rows * one.columns / one.ways
             for axes in one.splits:
                 num_bytes *= sizes.size(axes)
                 yield "all-gather", axes, num_bytes, one.layers, one.leaf.name
-        else:
+        elif one.is_exchanged:
+            share = FP32 * one.matrices * one.rows * one.columns  # with zeros that fill up
             for axes in one.splits:
-                yield "all-to-all", axes, one.share, 2, one.leaf.name
+                yield "all-to-all", axes, share, 2, one.leaf.name
 
 
 def dtype(chip: hardware.Chip) -> str:
-    """Of fp32 factors in products, as XLA takes them unless told otherwise."""
+    """Of fp32 factors, as XLA takes them unless told otherwise: an update is outside of
+    `Policy.products`, whatever `precision` says."""
     if chip.topology.startswith("torus"):
         return "bfloat16"
     return "tf32" if "tf32" in chip.flops else "float32"
@@ -82,19 +101,14 @@ def dtype(chip: hardware.Chip) -> str:
 def products(stack: Stack) -> Iterator[tuple[tuple[int, int, int], int]]:
     """(M, N, K) of the products of a step, and how often a device makes them."""
     less, more = sorted((stack.rows, stack.columns))
-    times = muon.STEPS * stack.matrices
+    times = muon.ITERATIONS * stack.matrices
     yield (less, less, more), times  # X X^T
     yield (less, less, less), times  # its square
     yield (less, more, less), times  # and what X is multiplied with
 
 
 def held(sizes: Sizes) -> float:
-    """Bytes at a time: the largest stack of whole matrices, and its update."""
-    wholes = [
-        FP32 * one.rows * one.columns * (1 if one.one_by_one and one.ways > 1 else one.matrices)
-        for one in stacks(sizes)
-    ]
-    return ARRAYS * max(wholes, default=0.0)
-
-
-ARRAYS = 5  # of a stack: before and after an iteration, its momentum, and what is exchanged
+    """Bytes at a time: of the largest stack."""
+    return ARRAYS * max(
+        (FP32 * one.rows * one.columns * one.at_a_time for one in stacks(sizes)), default=0.0
+    )

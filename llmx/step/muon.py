@@ -3,7 +3,9 @@
 Newton-Schulz multiplies a matrix with itself again and again, so split matrices would be gathered
 for each product. Layers are stacked, [L, ...], and their matrices do not depend on each other. So
 devices exchange their parts of L layers for L / n whole matrices, orthogonalise these, and exchange
-them back: what a device sends is twice its share, and the products are divided among devices too.
+them back. For each dimension of a matrix that is split a device sends its share twice, and the
+products are divided among devices too. The experts of a layer have matrices of their own, which
+stay where they are.
 
 Sources: Muon, kellerjordan.github.io/posts/muon; its updates of the size of AdamW's and its layout
 over data-parallel devices, arXiv 2502.16982. The iteration itself is optax's.
@@ -24,25 +26,29 @@ from optax import contrib
 
 from llmx import sharding
 
-STEPS = 5  # of Newton-Schulz
-SIZE = 0.2  # root mean square of an update (2502.16982)
+ITERATIONS = 5  # of Newton-Schulz
+RMS = 0.2  # root mean square of an update (2502.16982)
 
 
 def scale_by_orthogonalized_momentum(
-    arrays: Sequence[tuple[contrib.MuonDimensionNumbers, NamedSharding | None]], *, beta: float
+    arrays: Sequence[tuple[contrib.MuonDimensionNumbers, NamedSharding | None]],
+    *,
+    beta: float,
+    eps: float,
 ) -> optax.GradientTransformation:
     """`optax.contrib.scale_by_muon` with Nesterov's momentum, scaled to a root mean square of
-    `SIZE`; each matrix is orthogonalised where it is whole.
+    `RMS`; each matrix is orthogonalised where it is whole.
 
     Args:
-      arrays: of the arrays [L, ...] of a tree, in its order: which dimensions are a matrix's rows
-        and columns, all but the first, and how an update of it is split; None = the compiler
-        decides.
+      arrays: of the arrays [L, ...] or [L, E, ...] of a tree, in its order: which dimensions are a
+        matrix's rows and columns, all but those of layers and experts, and how an update of it is
+        split; None = the compiler decides.
       beta: of the momentum.
+      eps: added to the norm that a matrix is divided by.
 
     Communicates over the mesh axes that split a matrix.
     """
-    iteration = contrib.scale_by_muon(beta=beta)  # for its state
+    state_of = contrib.scale_by_muon(beta=beta).init
 
     def update(updates, state, params=None):
         del params
@@ -55,43 +61,43 @@ def scale_by_orthogonalized_momentum(
         )
         new = []
         for leaf, (dimensions, split) in zip(leaves, arrays, strict=True):
-            # One after the other: each takes several arrays of whole matrices.
-            given, new[-1:] = lax.optimization_barrier((leaf, new[-1:]))
-            orthogonalized = functools.partial(_orthogonalized, dimensions)
-            new.append(whole_matrices(orthogonalized, given, split))
+            given = leaf
+            if new:  # waits for the stack before it: each takes several arrays of whole matrices
+                given, new[-1] = lax.optimization_barrier((leaf, new[-1]))
+            orthogonalized = functools.partial(_orthogonalized, dimensions, eps)
+            dims = (*dimensions.reduction_axis, *dimensions.output_axis)
+            new.append(on_whole_matrices(orthogonalized, given, split, dims))
         return jax.tree.unflatten(structure, new), state._replace(count=count, mu=mu)
 
-    return optax.GradientTransformation(iteration.init, update)
+    return optax.GradientTransformation(state_of, update)
 
 
-def _orthogonalized(dimensions: contrib.MuonDimensionNumbers, x: Array) -> Array:
-    """Of matrices [L, ...], scaled. Without momentum optax's transformation is its iteration."""
+def _orthogonalized(dimensions: contrib.MuonDimensionNumbers, eps: float, x: Array) -> Array:
+    """Of an array's matrices, scaled. Without momentum optax's transformation is its iteration."""
     iteration = contrib.scale_by_muon(
-        beta=0.0, nesterov=False, ns_steps=STEPS, weight_dimension_numbers=dimensions
+        beta=0.0, nesterov=False, eps=eps, ns_steps=ITERATIONS, weight_dimension_numbers=dimensions
     )
     found, _ = iteration.update(x, iteration.init(x))
     rows, columns = (
         math.prod(x.shape[i] for i in of)
         for of in (dimensions.reduction_axis, dimensions.output_axis)
     )
-    return SIZE * math.sqrt(max(rows, columns)) * found
+    return RMS * math.sqrt(max(rows, columns)) * found
 
 
-def whole_matrices(
-    function: Callable[[Array], Array], x: Array, split: NamedSharding | None
+def on_whole_matrices(
+    function: Callable[[Array], Array], x: Array, split: NamedSharding | None, dims: Sequence[int]
 ) -> Array:
     """`function`, of matrices [l, ...] to as many, of `x` [L, ...] that is split as `split`.
 
-    Each device gets some of the L whole; of one layer, all devices get it. Communicates over the
-    mesh axes that split a matrix.
+    Each device gets those of some of its L layers whole; of one layer, all devices get them.
+    Communicates over the mesh axes that split a matrix, whose dimensions are `dims`.
     """
-    moved = [
-        (dim, sharding.mesh_axes(axes))
-        for dim, axes in enumerate(split.spec if split else ())
-        if dim and sharding.ways(split.mesh, axes) > 1
-    ]
-    if not moved:
+    found = enumerate(split.spec if split else ())
+    split_by = [(dim, axes) for dim, axes in found if sharding.ways(split.mesh, axes) > 1]
+    if not split_by:
         return function(x)
+    moved = [(dim, sharding.mesh_axes(axes)) for dim, axes in split_by if dim in dims]
     context = jax.sharding.get_abstract_mesh()
     ways = math.prod(sharding.ways(split.mesh, axes) for _, axes in moved)
 
@@ -107,6 +113,7 @@ def whole_matrices(
             x = lax.all_to_all(x, axes, dim, 0, tiled=True)
         return x[:layers]
 
+    # `check_vma` cannot know that what is exchanged twice is where it was.
     return jax.shard_map(
         local, mesh=split.mesh if context.empty else context, in_specs=split.spec,
         out_specs=split.spec, check_vma=False,

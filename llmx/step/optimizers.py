@@ -1,4 +1,5 @@
-"""Optimizers and learning-rate schedules by optax: what is ours is which parameters they treat how.
+"""Optimizers and learning-rate schedules by optax: what is ours is which parameters they treat how,
+and where Muon orthogonalises them (`llmx.step.muon`).
 
 Matrices decay and norms, biases and position tables do not; Muon orthogonalises the matrices of the
 blocks and leaves embedding and head to AdamW. Clipping, the average of parameters (EMA) and skipped
@@ -39,7 +40,7 @@ class OptimizerConfig:
     decay_steps: int = bounded(0, at_least=0, remedy="0 = a fifth of the run")
     # learning rate at the end, as a fraction of the peak
     final_fraction: float = bounded(0.1, at_least=0, at_most=1)
-    b1: float = bounded(0.9, at_least=0, below=1)  # momentum
+    b1: float = bounded(0.9, at_least=0, below=1)  # momentum; Muon's is 0.95
     # second moment (adamw, lamb, muon's adamw; lion's second); 0 = 0.95, of lion 0.99
     b2: float = bounded(0.0, at_least=0, below=1, remedy="0 = 0.95, of lion 0.99")
     eps: float = bounded(1e-8, at_least=0, at_most=1)  # added to the root of the second moment
@@ -125,13 +126,16 @@ def _matrices(axes: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _muon_dimensions(axes: Any) -> Any:
-    """Which dimensions Muon contracts, in matrices of layers; None for what AdamW updates."""
+    """Which dimensions Muon contracts, in matrices of layers and of their experts; None for what
+    AdamW updates."""
 
     def dimensions(path, names):
         if names[0] not in STACKED or "embed" not in names:
             return None
         width = names.index("embed")
-        others = tuple(i for i, name in enumerate(names) if i not in (0, width))
+        others = tuple(
+            i for i, name in enumerate(names) if i not in (0, width) and name != "experts"
+        )
         if width == len(names) - 1:
             return contrib.MuonDimensionNumbers(reduction_axis=others, output_axis=(width,))
         return contrib.MuonDimensionNumbers(reduction_axis=(width,), output_axis=others)
@@ -193,18 +197,20 @@ def _adafactor(config, schedule, axes):
 
 
 def _muon(config, schedule, axes, splits=None):
-    """`optax.contrib.muon`, whose state is the same, on a mesh."""
+    """`optax.contrib.muon` on a mesh, with a state of the same structure."""
     dimensions = _muon_dimensions(axes)
     is_leaf = lambda of: of is None or isinstance(of, contrib.MuonDimensionNumbers)  # noqa: E731
     labels = jax.tree.map(lambda of: "adam" if of is None else "muon", dimensions, is_leaf=is_leaf)
     found = jax.tree.leaves(dimensions, is_leaf=is_leaf)
     splits = jax.tree.leaves(splits) if splits is not None else [None] * len(found)
     mine = [pair for pair in zip(found, splits, strict=True) if pair[0] is not None]
-    orthogonalized = muon.scale_by_orthogonalized_momentum(mine, beta=0.95)
+    orthogonalized = muon.scale_by_orthogonalized_momentum(mine, beta=0.95, eps=config.eps)
     return optax.partition(
         {
             "muon": optax.chain(
-                orthogonalized, optax.identity(), optax.add_decayed_weights(config.weight_decay),
+                orthogonalized,
+                optax.identity(),  # where optax's has its scale: states are alike
+                optax.add_decayed_weights(config.weight_decay),
                 optax.scale_by_learning_rate(schedule),
             ),
             "adam": optax.adamw(
@@ -230,8 +236,8 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
     "muon": _muon,  # kellerjordan.github.io/posts/muon, arXiv 2502.16982
     "lamb": _behind_adam(_lamb_tail),  # arXiv 1904.00962
 }
-# Those that are also told how an update is split, as they exchange parts of it by themselves.
-SPLIT = ("muon",)
+# Those that exchange parts of an update by themselves: they are also told how it is split.
+EXCHANGING = ("muon",)
 
 
 def num_moments(config: OptimizerConfig) -> tuple[int, int]:
@@ -318,7 +324,7 @@ def make(
       bias_rate: see `balance.with_bias_rate`.
     """
     schedule, tail = make_schedule(config, total_steps=total_steps, factors=factors), None
-    told = dict(splits=splits) if config.name in SPLIT else {}
+    told = dict(splits=splits) if config.name in EXCHANGING else {}
     whole = OPTIMIZERS[config.name](config, schedule, axes, **told)
     if config.name in TAILS:
         tail = optax.chain(*TAILS[config.name](config, schedule, axes))

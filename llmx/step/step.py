@@ -377,8 +377,8 @@ def make_update(
 
             return in_parts(one_part)(accepted, gradients, old)
 
-        # The optimizer is plain optax: the compiler places what is inside, we say where it begins
-        # and ends.
+        # The optimizer is plain optax, but for Muon's exchange of matrices: the compiler places
+        # what is inside, we say where it begins and ends.
         params, opt_state, ema = jax.sharding.auto_axes(
             apply, out_sharding=(to(params), to(state.opt_state), to(state.ema))
         )(

@@ -103,7 +103,8 @@ def own_views(inputs: StrategyInputs) -> Callable[[State], Any]:
             seen = lambda p, u, zero: p + u - zero  # noqa: E731
             return jax.tree.map(seen, params, update(own), none)
 
-        return jax.vmap(one)(jax.tree.map(lambda leaf: leaf.sum(1), waiting))
+        of_replicas = jax.tree.map(lambda leaf: leaf.sum(1), waiting)
+        return jax.vmap(one, spmd_axis_name=AXES)(of_replicas)
 
     def params(state: State) -> Any:
         waiting = trees.unnamed(state.sync.late, state.params)

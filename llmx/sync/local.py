@@ -271,7 +271,8 @@ def advanced(
             lost = jax.tree.map(lambda old, new, u: (new - old) - u, params, after, updates)
             return after, new, lost
 
-        new = jax.vmap(one)(gradients, params, opt_state, extra)
+        # An optimizer that exchanges by itself does so within a replica.
+        new = jax.vmap(one, spmd_axis_name=AXES)(gradients, params, opt_state, extra)
         old = (params, opt_state, jax.tree.map(jnp.zeros_like, params))
         new = new if taking is None else jax.vmap(phases.keep)(taking, new, old)
         return phases.keep(accepted, new, old)

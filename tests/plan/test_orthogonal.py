@@ -9,9 +9,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from llmx import config, sharding
-from llmx.config import checks
+from llmx.config import checks, recipe
 from llmx.plan import machines, memory, operators, orthogonal, sizes, step_time, traffic
-from llmx.runtime import hardware
 from llmx.step import muon
 
 
@@ -34,7 +33,12 @@ def test_messages_are_those_of_the_program(layers):
     mesh = sharding.make_mesh({"fsdp": 4, "tensor": 2}, axis_type=AxisType.Auto)
     to = NamedSharding(mesh, PartitionSpec(None, "fsdp", "tensor"))
     x = jax.ShapeDtypeStruct((layers, 64, 128), jnp.float32, sharding=to)
-    text = jax.jit(lambda x: muon.whole_matrices(jnp.sin, x, to)).lower(x).compile().as_text()
+    text = (
+        jax.jit(lambda x: muon.on_whole_matrices(jnp.sin, x, to, (1, 2)))
+        .lower(x)
+        .compile()
+        .as_text()
+    )
     kind = "all-gather" if layers == 1 else "all-to-all"
     # CPUs exchange a tuple, with a part for each device.
     results = re.findall(rf"= (\(.*?\)|\S+) {kind}\(", text)
@@ -57,7 +61,34 @@ def test_layer_by_layer_each_is_gathered():
     model = counted.run.model
     assert found == [("all-gather", ("fsdp",), 4 * model.width * model.mlp_dim, 6, found[0][-1])]
     stack = next(one for one in orthogonal.stacks(counted) if one.leaf.name == found[0][-1])
-    assert stack.matrices == 6  # each device has all
+    assert stack.matrices == 6 and stack.at_a_time == 1  # each device has all, one after the other
+
+
+@pytest.mark.parametrize(
+    "keys", [dict(offload__optimizer=True), dict(offload__parameters=True, offload__optimizer=True),
+             dict(optimizer__moments="int8")],
+)  # fmt: skip
+@pytest.mark.parametrize("mesh", [{}, dict(mesh__data=4, sharding__layout="ddp", batch__size=8)])
+def test_layer_by_layer_one_is_held(keys, mesh):
+    """With whole parameters too: nothing is sent."""
+    if "offload__parameters" in keys and mesh:
+        mesh = dict(mesh__fsdp=4, batch__size=8)
+    counted = _sizes(**keys, **mesh, model__num_layers=8, remat="full")
+    whole = _sizes(**mesh, model__num_layers=8, remat="full")
+    assert recipe.updates_by_layer(counted.run) and not recipe.updates_by_layer(whole.run)
+    ways = 4 if "mesh__fsdp" in mesh else 1
+    assert orthogonal.held(counted) == orthogonal.held(whole) / 8 * ways
+    sent = {one[0] for one in orthogonal.messages(counted)}
+    assert sent == ({"all-gather"} if ways > 1 else set())
+
+
+def test_stages_have_layers_of_their_own():
+    keys = dict(mesh__stage=2, mesh__fsdp=2, batch__size=8, batch__accumulation=2)
+    counted = _sizes(**keys, model__num_layers=8)
+    assert {one.layers for one in orthogonal.stacks(counted)} == {4}
+    held = memory.of(counted, on_gpu=True).peaks[memory.UPDATE]["whole matrices"]
+    model = counted.run.model
+    assert held == 5 * 4 * 2 * model.width * model.mlp_dim
 
 
 def test_products_are_divided_among_devices():
@@ -78,6 +109,19 @@ def test_products_are_divided_among_devices():
     assert mlp < one < 2 * mlp
 
 
+def test_each_expert_has_matrices_of_its_own():
+    keys = dict(
+        model__num_experts=8, model__experts_per_token=2, model__expert_dim=512,
+        model__num_layers=4, mesh__fsdp=2, mesh__expert=4, batch__size=8,
+    )  # fmt: skip
+    counted = _sizes(**keys)
+    gate = next(one for one in orthogonal.stacks(counted) if "mlp/gate" in one.leaf.name)
+    assert (gate.rows, gate.columns) == (counted.run.model.width, 512)
+    assert gate.experts == 2 and gate.splits == (("fsdp",),) and gate.matrices == 2 * 2
+    sent = [one for one in orthogonal.messages(counted) if one[-1] == gate.leaf.name]
+    assert sent == [("all-to-all", ("fsdp",), 4 * 4 * gate.rows * gate.columns, 2, sent[0][-1])]
+
+
 def test_a_step_with_muon_takes_what_it_adds():
     keys = dict(mesh__fsdp=8, batch__size=8, batch__sequence_length=256, sharding__layout="zero3")
     muons, adams = (_sizes(**keys, optimizer__name=name) for name in ("muon", "adamw"))
@@ -90,7 +134,7 @@ def test_a_step_with_muon_takes_what_it_adds():
     held = memory.of(muons, on_gpu=True).peaks[memory.UPDATE]
     largest = 4 * muons.run.model.width * muons.run.model.mlp_dim
     matrices = -(-muons.run.model.num_layers // 8)
-    assert held["whole matrices"] == orthogonal.ARRAYS * matrices * largest
+    assert held["whole matrices"] == 5 * matrices * largest
     assert memory.UPDATE not in memory.of(adams, on_gpu=True).peaks
 
 
@@ -100,4 +144,3 @@ def test_fp32_factors_are_those_of_the_chip():
         for name in ("h100:8", "v5p:2x2x1")
     }
     assert chips == {"h100:8": "tf32", "v5p:2x2x1": "bfloat16"}
-    assert isinstance(machines.parse("h100:8").topology.chip, hardware.Chip)

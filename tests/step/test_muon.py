@@ -11,6 +11,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from optax import contrib
+from support import runs
 
 from llmx import sharding
 from llmx.step import muon, optimizers
@@ -19,6 +20,7 @@ AXES = {
     "blocks": {
         "up": ("layers", "embed", "mlp"),
         "out": ("layers", "heads", "head_dim", "embed"),
+        "gate": ("layers", "experts", "embed", "mlp"),
         "scale": ("layers", "norm"),
     },
     "embedding": ("vocab", "embed"),
@@ -37,14 +39,26 @@ MESHES = {
         {"stage": 2, "fsdp": 4},
         {"up": ("stage", "fsdp"), "out": ("stage", None, None, "fsdp")},
     ),
+    "experts": (
+        {"fsdp": 2, "expert": 4},
+        {
+            "up": (None, ("fsdp", "expert")),
+            "out": (None, None, None, ("fsdp", "expert")),
+            "gate": (None, "expert", "fsdp"),
+        },
+    ),
+    "experts alone": ({"expert": 4}, {"up": (), "out": (), "gate": (None, "expert")}),
     "whole": ({"data": 4}, {"up": (), "out": ()}),
 }
 
 
 def parameters(layers: int, seed: int = 0) -> dict:
-    keys = iter(jax.random.split(jax.random.key(seed), 4))
+    keys = iter(jax.random.split(jax.random.key(seed), 5))
     normal = lambda *shape: jax.random.normal(next(keys), shape)  # noqa: E731
-    blocks = {"up": normal(layers, 16, 24), "out": normal(layers, 4, 6, 16)}
+    blocks = {
+        "up": normal(layers, 16, 24), "out": normal(layers, 4, 6, 16),
+        "gate": normal(layers, 4, 16, 8),
+    }  # fmt: skip
     return {
         "blocks": blocks | {"scale": normal(layers, 16)},
         "embedding": normal(40, 16),
@@ -56,7 +70,7 @@ def splits_of(name: str) -> dict:
     devices = jax.devices()[: math.prod(sizes.values())]
     mesh = sharding.make_mesh(sizes, devices=devices, axis_type=AxisType.Auto)
     to = lambda *spec: NamedSharding(mesh, PartitionSpec(*spec))  # noqa: E731
-    blocks = {leaf: to(*spec) for leaf, spec in specs.items()}
+    blocks = {"gate": to()} | {leaf: to(*spec) for leaf, spec in specs.items()}
     return {"blocks": blocks | {"scale": to()}, "embedding": to()}
 
 
@@ -94,6 +108,7 @@ def test_split_matrices_are_updated_as_whole_ones(name, layers):
             "blocks": {
                 "up": contrib.MuonDimensionNumbers((1,), (2,)),
                 "out": contrib.MuonDimensionNumbers((1, 2), (3,)), "scale": None,
+                "gate": contrib.MuonDimensionNumbers((2,), (3,)),
             },
             "embedding": None,
         }, consistent_rms=0.2,
@@ -106,7 +121,8 @@ def test_split_matrices_are_updated_as_whole_ones(name, layers):
     assert jax.tree.structure(state) == jax.tree.structure(of_plain)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), state, of_plain)
     one_each = name == "stages" and layers == 2
-    assert ("all-to-all" in text) == (name != "whole" and not one_each)
+    split = name not in ("whole", "experts alone")
+    assert ("all-to-all" in text) == (split and not one_each)
     assert ("all-gather" in text) == one_each
     assert "all-reduce" not in text
 
@@ -122,7 +138,9 @@ def test_a_device_has_whole_matrices_of_its_own(layers):
         return x + jnp.sum(x * x, axis=(1, 2), keepdims=True)
 
     x = parameters(layers)["blocks"]["up"]
-    found = jax.jit(lambda x: muon.whole_matrices(function, x, splits))(jax.device_put(x, splits))
+    found = jax.jit(lambda x: muon.on_whole_matrices(function, x, splits, (1, 2)))(
+        jax.device_put(x, splits)
+    )
     want = x + jnp.sum(x * x, axis=(1, 2), keepdims=True)
     np.testing.assert_allclose(found, want, rtol=1e-6)
     assert seen == [(1 if layers == 1 else -(-layers // 8), 16, 24)]
@@ -132,5 +150,22 @@ def test_what_is_not_split_is_left_to_the_compiler():
     x = parameters(3)["blocks"]["up"]
     whole = splits_of("whole")["blocks"]["up"]
     for split in (None, whole):
-        text = jax.jit(lambda x: muon.whole_matrices(jnp.sin, x, split)).lower(x).as_text()  # noqa: B023
-        assert not re.search("manual|shard_map", text)
+        program = functools.partial(
+            muon.on_whole_matrices, jnp.sin, split=split, dims=(1, 2)
+        )  # fmt: skip
+        assert not re.search("manual|shard_map", jax.jit(program).lower(x).as_text())
+
+
+def test_the_step_exchanges_matrices():
+    """The update as accelerators have it, of a recipe, under explicit axes."""
+    for mesh in ({"fsdp": 4}, {"fsdp": 2, "tensor": 2}):
+        config = runs.make_config(mesh=mesh, optimizer__name="muon", sharding__layout="zero3")
+        recipe = runs.make_recipe(config)
+        with jax.set_mesh(recipe.mesh):
+            state = recipe.init(0)
+            gradients = jax.tree.map(
+                jnp.ones_like, jax.device_put(state.params, recipe.loss.updates)
+            )
+            text = runs.make_update(recipe, config).lower(state, gradients).compile().as_text()
+        assert "all-to-all" in text
+        assert text.count("all-gather") == 0

@@ -162,7 +162,10 @@ def test_layer_by_layer_is_the_update_of_all(name, moments, mesh):
         optimizer__warmup_steps=0, optimizer__eps=1e-3, **pipeline,
     )  # fmt: skip
     recipe = runs.make_recipe(config)
-    optimizer = optimizers.make(config.optimizer, axes=recipe.loss.axes, total_steps=config.steps)
+    optimizer = optimizers.make(
+        config.optimizer, axes=recipe.loss.axes, splits=recipe.loss.updates,
+        total_steps=config.steps,
+    )  # fmt: skip
     random = np.random.default_rng(0)
     draw = lambda leaf: random.normal(size=leaf.shape).astype(np.float32)  # noqa: E731
     gradients = jax.tree.map(draw, recipe.loss.params)

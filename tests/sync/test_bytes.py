@@ -42,6 +42,7 @@ def program(
     outer_format: str = "fp32",
     uncompressed: tuple[str, ...] = (),
     average_moments: bool = False,
+    optimizer: str = "adamw",
 ) -> tuple[program_lib.CostReport, object]:
     """Of the last phase, of a named phase, or of the outer step ("exchange"); and its recipe."""
     topology = topologies.parse(TOPOLOGIES[platform])
@@ -49,7 +50,7 @@ def program(
         CONFIG, mesh=dict(MESH), precision=policy, remat="full",
         attention__implementation="reference",  # compiles fast, and sends nothing
         batch__size=BATCH, batch__sequence_length=LENGTH, sharding__layout="hsdp",
-        optimizer__name="lamb" if strategy == "one_bit_lamb" else "adamw",
+        optimizer__name="lamb" if strategy == "one_bit_lamb" else optimizer,
         sync__strategy=strategy, sync__warmup_steps=2, sync__rank=RANK, sync__fraction=FRACTION,
         sync__outer_format=outer_format, sync__overlap=phase.startswith("sending"),
         sync__uncompressed=uncompressed, sync__average_moments=average_moments,
@@ -152,6 +153,27 @@ def test_diloco_sends_parameters_once_and_nothing_between(platform, strategy):
     exchange = sent(platform, strategy, phase="exchange")
     assert exchange == pytest.approx(sent(platform, "mean"), rel=FORMULA - 1)
     assert sent(platform, strategy, phase="local") <= SCALARS
+
+
+@pytest.mark.parametrize("platform, strategy", cases("diloco"))
+def test_muon_exchanges_matrices_within_a_replica(platform, strategy):
+    keys = dict(phase="local", optimizer="muon")
+    assert sent(platform, strategy, **keys) <= SCALARS
+    # Out and back, of the layers' matrices in fp32.
+    _, recipe = program(platform, strategy, **keys)
+    stacks = [
+        leaf.size for leaf, axes in zip(
+            jax.tree.leaves(recipe.loss.params),
+            jax.tree.leaves(recipe.loss.axes, is_leaf=lambda names: isinstance(names, tuple)),
+            strict=True,
+        )
+        if axes[0] == "layers" and "embed" in axes
+    ]  # fmt: skip
+    ways = SHARDS
+    padded = -(-CONFIG.num_layers // ways) * ways / CONFIG.num_layers
+    moved = 2 * 4 * padded * sum(stacks) / ways * (1 - 1 / ways)
+    more = inner(platform, strategy, **keys) - inner(platform, strategy, phase="local")
+    assert more == pytest.approx(moved, rel=FORMULA - 1)
 
 
 @pytest.mark.parametrize("platform, strategy", cases("diloco"))
