@@ -4,7 +4,8 @@ The loss goes through the vocabulary in chunks (`llmx.model.losses`). In the bac
 logits are there in fp32, and beside them their gradient in the compute dtype, which two products
 read. XLA:TPU has that in the core's own memory where it fits. One chunk's logits are kept from the
 forward pass. XLA:GPU writes out a loop of two turns and begins the second before the first is done,
-if it gathers chunks of the head ahead; of more turns it has two in a body then. Its sums of the
+if it gathers chunks of the head ahead (with a tied head that of the backward pass too); of more
+turns it has two in a body then. Its sums of the
 head's gradient over chunks are in fp32: the gradient itself where that is.
 """
 
@@ -25,7 +26,7 @@ class Arrays:
     # With more than two chunks that are gathered ahead a body has two turns: logits in fp32 and
     # chunks of the head while the second begins, and while the first makes the head's gradient.
     double_buffered: tuple[tuple[int, int], ...]
-    # Of two chunks of the table that tokens are looked up in, too: as compiled with GPT-2.
+    # The same of two chunks where the head is the embedding table: as compiled with GPT-2.
     tied_logits: int
     rows: tuple[int, int, int]  # chunks of the head, gathered, in the compute dtype
     head: float  # bytes per number of a device's share of the head

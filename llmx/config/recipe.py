@@ -226,7 +226,7 @@ def _gradient_maker(
     if config.mesh.stage == 1:
         make = functools.partial(
             gradients.whole_batch, accumulation=config.batch.accumulation,
-            loop=gradients.uncounted if on_gpu else gradients.counted,
+            loop=gradients.hidden_length if on_gpu else gradients.known_length,
         )  # fmt: skip
         return make, None
     table = utilization.table_of(config)

@@ -5,9 +5,10 @@ arrays, as many as the programs have that XLA makes for TPUs and for GPUs: `TPU`
 There are three peaks, of which the largest is the device's:
 
     end of forward    what layers saved, gradient buffers, and the loss: logits of one chunk
+                      (`_before_the_head` says which buffers)
     backward          what layers saved, gradient buffers, one layer run again and differentiated
     update            where each device updates a share of parameters that it keeps whole, the new
-                      ones beside the old
+                      ones beside the old; with Muon whole matrices beside all gradients
 
 Pipelines are counted by `llmx.config.stage_memory`. docs/plan.md compares both with compiled
 programs.
@@ -34,7 +35,7 @@ FP32 = 4
 IN_FLIGHT = 2  # shares of new parameters that are being gathered, on GPUs
 MOST_BODIES = 3  # as many as were seen
 WRITTEN_OUT = 2  # turns of a loop, by XLA:GPU
-WHOLE_HEADS = 3  # gradients of the head at a time, with gather="step"
+WHOLE_HEADS = 3  # gradients of the head at a time, with gather="step" and one microbatch
 END_OF_FORWARD, BACKWARD, UPDATE = "end of forward", "backward", "update"
 
 
@@ -300,7 +301,7 @@ def _alone(sizes: Sizes, program: Program) -> bool:
 
 
 def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
-    """Of weights in another layout, of the head's gradient in fp32, of a microbatch's gradients."""
+    """Of weights in another layout, and of the head's gradient in fp32."""
     found, split = 0.0, sizes.axes_of("embed", "parameters")
     if program is GPU and not split and _turns_weights(sizes):
         found += sum(
@@ -310,12 +311,11 @@ def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
     if split:
         found += program.gathered_head * FP32 * sizes.local(sizes.head, "parameters")
     if split and not sizes.run.offload.parameters:
-        copied = sum(
+        found += sum(
             FP32 * sizes.local(leaf, "parameters")
             for leaf in leaves(sizes.run.model)
             if leaf.name.endswith((*program.copied, *experts.copied(sizes)))
         )
-        found += copied
     return {"copies of weights and gradients": found}
 
 

@@ -17,17 +17,17 @@ from llmx.step import balance
 Loop = Callable[[Callable[[Any, Any], Any], Any, Any], Any]
 
 
-def counted(add: Callable[[Any, Any], Any], zeros: Any, batches: Any) -> Any:
-    """A loop over microbatches whose iterations the compiler can count."""
+def known_length(add: Callable[[Any, Any], Any], zeros: Any, batches: Any) -> Any:
+    """A loop over microbatches whose length the compiler knows."""
     return jax.lax.scan(lambda total, one: (add(total, one), None), zeros, batches)[0]
 
 
-def uncounted(add: Callable[[Any, Any], Any], zeros: Any, batches: Any) -> Any:
-    """The same, but the compiler does not know how many there are.
+def hidden_length(add: Callable[[Any, Any], Any], zeros: Any, batches: Any) -> Any:
+    """The same, but the compiler does not know its length.
 
-    XLA:GPU makes one body of two iterations that it can count, as the layers' loops need it to
-    gather ahead. Of two microbatches it then holds what the layers save at the same time, where
-    memory is left (docs/memory.md).
+    XLA:GPU makes one body of two iterations of a loop whose length it knows, as the layers' loops
+    need it to gather ahead. Of two microbatches it then holds what the layers save at the same
+    time, where memory is left (docs/memory.md).
     """
     number = jax.tree.leaves(batches)[0].shape[0]
     hidden = jax.lax.optimization_barrier(jnp.int32(number))
@@ -35,7 +35,9 @@ def uncounted(add: Callable[[Any, Any], Any], zeros: Any, batches: Any) -> Any:
     return jax.lax.fori_loop(0, hidden, lambda i, total: add(total, one(i)), zeros)
 
 
-def whole_batch(loss: TrainingLoss, *, accumulation: int = 1, loop: Loop = counted) -> Gradient:
+def whole_batch(
+    loss: TrainingLoss, *, accumulation: int = 1, loop: Loop = known_length
+) -> Gradient:
     """The gradient of a global batch, the same on all replicas.
 
     `accumulation`: microbatches per step; must divide the batch of each device. Communicates over

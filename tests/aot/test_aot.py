@@ -289,7 +289,7 @@ def test_every_family_compiles(name):
 
 @pytest.mark.aot
 def test_gpus_save_one_microbatch_at_a_time():
-    """XLA:GPU would gather the next one's first weights ahead, and copy all that layers saved."""
+    """XLA:GPU would make one body of two microbatches, and hold what both have saved."""
 
     def saved(accumulation: int) -> int:
         run = tiny(batch_size=64 * accumulation, remat="none")

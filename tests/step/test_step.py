@@ -173,20 +173,20 @@ def test_accumulation_changes_nothing(mesh_name, accumulation):
         assert_near(report, expected)
 
 
-def test_a_loop_that_is_not_counted_gives_the_same(monkeypatch):
+def test_a_loop_of_hidden_length_gives_the_same(monkeypatch):
     """As on GPUs, but for the order of sums that a compiler fuses."""
     plain = make_recipe("fsdp 4", batch__accumulation=2)
     make, asked = gradients.whole_batch, []
 
     def whole_batch(loss, **keys):
         asked.append(keys)
-        return make(loss, **keys | {"loop": gradients.uncounted})
+        return make(loss, **keys | {"loop": gradients.hidden_length})
 
     monkeypatch.setattr(gradients, "whole_batch", whole_batch)
-    uncounted = make_recipe.__wrapped__("fsdp 4", batch__accumulation=2)
-    assert [keys["loop"] for keys in asked] == [gradients.counted]  # on CPUs
+    hidden_length = make_recipe.__wrapped__("fsdp 4", batch__accumulation=2)
+    assert [keys["loop"] for keys in asked] == [gradients.known_length]  # on CPUs
     (first, of_first), (second, of_second) = (
-        run_steps(one, make_step(one), 2) for one in (plain, uncounted)
+        run_steps(one, make_step(one), 2) for one in (plain, hidden_length)
     )
     assert_near(first.params, second.params)
     assert_near(of_first, of_second)
@@ -196,7 +196,7 @@ def test_a_loop_that_is_not_counted_gives_the_same(monkeypatch):
             arguments = new_state(recipe), place_batch(recipe, numpy_batch())
             return make_step(recipe).lower(*arguments).as_text().count("optimization_barrier")
 
-    assert barriers(uncounted) == barriers(plain) + 1
+    assert barriers(hidden_length) == barriers(plain) + 1
 
 
 @pytest.mark.parametrize("layout", ["ddp", "zero2", "zero3"])
