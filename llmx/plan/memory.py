@@ -275,8 +275,8 @@ def _gradients_of_layers(sizes: Sizes) -> float:
 def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -> dict[str, float]:
     """Gradients at the peak of the loss. There are none yet on one device, nor where layers save
     all, or are a loop over periods on GPUs with several microbatches, but where GPUs gather
-    weights; with one chunk, XLA:GPU makes the head's after it. XLA:TPU makes those of layers after
-    it where weights are gathered."""
+    weights; with one chunk, or in ZeRO-1, XLA:GPU makes the head's after it. XLA:TPU makes those of
+    layers after it where weights are gathered."""
     held, chunks = common.get("gradients", 0.0), utilization.loss_chunks(sizes.run)
     gathers = program is GPU and sizes.axes_of("embed", "parameters")
     several = program is GPU and sizes.run.batch.accumulation > 1 and _periods(sizes) > 1
@@ -290,9 +290,17 @@ def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -
                 "turned weights": 0.0, "copies of weights and gradients": 0.0,
             }  # fmt: skip
         return {"gradients": held - _gradients_of_layers(sizes)}
-    if not held or program is not GPU or chunks > 1:
+    if not held or program is not GPU or (chunks > 1 and not _rounds_later(sizes)):
         return {}
     return {"gradients": held - sizes.reduce_bytes * sizes.local(sizes.head, "gradients")}
+
+
+def _rounds_later(sizes: Sizes) -> bool:
+    """Whether the head's gradient is rounded behind the loss: in ZeRO-1, whose devices have whole
+    gradients and update shares. The loss counts its sum in fp32."""
+    head = sizes.head
+    shares = sizes.local(head, "gradients") > sizes.local(head, "optimizer")
+    return shares and sizes.reduce_bytes < FP32
 
 
 def _alone(sizes: Sizes, program: Program) -> bool:

@@ -66,6 +66,66 @@ def test_queries_are_copied_with_one_microbatch():
     assert copies(2, mesh__fsdp=8) == copies(4, mesh__fsdp=8) == 0
 
 
+def _at_the_loss(on_gpu: bool, **keys):
+    counted = sizes.of(_run(**keys, remat="full"))
+    held = memory.of(counted, on_gpu=on_gpu).peaks[memory.END_OF_FORWARD].get("gradients", 0)
+    head = counted.reduce_bytes * counted.local(counted.head, "gradients")
+    layers = counted.reduce_bytes * sum(
+        counted.local(leaf, "gradients") for leaf in counted.weights
+    )  # fmt: skip
+    return held, head, layers
+
+
+def test_gradients_that_are_there_at_the_loss():
+    keys = dict(model__vocab_size=32768, loss__chunks=4)
+    whole = dict(mesh__data=8, sharding__layout="ddp", **keys)
+    held, head, layers = _at_the_loss(True, **whole)
+    assert held > head + layers  # norms too
+    # ZeRO-1 rounds the head's behind the loss, unless it stays in fp32.
+    shares = whole | dict(sharding__layout="zero1")
+    assert _at_the_loss(True, **shares)[0] == held - head
+    exact, of_head, _ = _at_the_loss(True, **shares, precision="bf16_fp32_reduce")
+    assert exact > of_head
+    # XLA:TPU makes those of layers behind it where weights are gathered.
+    gathered, head, layers = _at_the_loss(False, mesh__fsdp=8, **keys)
+    assert 2 * head <= gathered < 2 * head + layers / 20  # of both tables, and norms
+    assert _at_the_loss(False, **whole)[0] == held
+
+
+def test_periods_of_several_kinds_make_their_gradients_behind_the_loss():
+    keys = dict(
+        mesh__data=8, sharding__layout="ddp", model__num_layers=8, model__window=128,
+        loss__chunks=4, batch__size=32,
+    )  # fmt: skip
+    local = dict(model__layer_pattern=("local", "global"))
+    assert _at_the_loss(True, **keys, **local, batch__accumulation=2)[0] == 0
+    assert _at_the_loss(True, **keys, **local)[0] > 0
+    assert _at_the_loss(True, **keys, batch__accumulation=2)[0] > 0
+
+
+def test_a_plain_mlp_on_one_gpu_has_five_arrays():
+    def layer(**keys):
+        peaks = memory.of(sizes.of(_run(remat="full", **keys)), on_gpu=True).peaks
+        return peaks[memory.BACKWARD]["a layer"]
+
+    run = _run()
+    of_one = 2 * run.batch.size * run.batch.sequence_length * run.model.mlp_dim
+    alone = dict(mesh__data=1)
+    assert layer(**alone) - layer(**alone, model__gated_mlp=False) == of_one
+
+
+def test_averages_have_their_place_in_padded_tables():
+    keys = dict(mesh__fsdp=8, model__vocab_size=128 * 197, loss__chunks=1, remat="full")
+    tables = [
+        memory.of(sizes.of(_run(1536, **keys, optimizer__ema_decay=decay))).peaks[moment]
+        ["tables in another layout"]
+        for decay in (0.0, 0.9)
+        for moment in (memory.END_OF_FORWARD, memory.BACKWARD)
+    ]  # fmt: skip
+    assert tables[0] == tables[1] and tables[2] == tables[3]
+    assert tables[2] * 3 == pytest.approx(tables[0] * 4)
+
+
 def test_without_remat_each_group_of_turns_gathers_weights_of_its_own_on_gpus():
     keys = dict(mesh__fsdp=4, mesh__tensor=2, batch__size=16)
     gathers = lambda turns, on_gpu=True, **more: sum(  # noqa: E731
