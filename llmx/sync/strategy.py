@@ -127,7 +127,7 @@ def _conflicts_of_own_updates(config: Any) -> list[str]:
     if config.optimizer.moments not in ("auto", "fp32"):
         found.append(
             f"optimizer.moments={config.optimizer.moments!r} with {name}, which computes with "
-            f"Adam's moments: set optimizer.moments='auto', {remedy}"
+            f"the moments of every replica: set optimizer.moments='auto', {remedy}"
         )
     if config.offload.optimizer:
         found.append(
