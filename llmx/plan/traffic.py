@@ -42,8 +42,8 @@ from llmx.sharding import scatter
 PASSES = links.PASSES | {"all-to-all": 1.0}
 LANES, ROWS = 128, 8  # of a tile: columns that XLA:TPU fills rows up to, and rows
 # Of a scatter that it makes in parts, by the number of devices: 251 lanes were scattered over 2,
-# 101 and not 149 over 4, 149 and not 197 over 8, and not 197 over 512.
-LANES_OF_A_PART, MOST_LANES = {2: 256, 4: 128}, 160
+# 101 and not 149 over 4, 149 and not 197 over 8, 53 and not 101 over 16, and not 197 over 512.
+LANES_OF_A_PART, MOST_LANES = {2: 256, 4: 128, 16: 64}, 160
 IDS = FP32 = 4  # bytes of a token's id, of a number
 
 

@@ -114,6 +114,16 @@ def test_a_plain_mlp_on_one_gpu_has_five_arrays():
     assert layer(**alone) - layer(**alone, model__gated_mlp=False) == of_one
 
 
+def test_fewer_lanes_are_scattered_over_16():
+    """As compiled for v5p:2x2x4, with 53 and 101."""
+    keys = dict(mesh__fsdp=16, loss__chunks=1, batch__size=16)
+    kinds = [
+        _of_head(_run(1024, **keys, model__vocab_size=128 * lanes), topologies.parse("v5p:2x2x4"))
+        for lanes in (53, 101)
+    ]
+    assert [[one.kind for one in of] for of in kinds] == [["reduce-scatter"], ["all-reduce"]]
+
+
 def test_averages_have_their_place_in_padded_tables():
     keys = dict(mesh__fsdp=8, model__vocab_size=128 * 197, loss__chunks=1, remat="full")
     tables = [
