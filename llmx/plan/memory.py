@@ -519,6 +519,9 @@ def _updated(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> float:
         found += max(sizes.reduce_bytes * sizes.local(leaf, "gradients") for leaf in whole)
         if device_bytes:
             found = max(0.0, min(found, _scheduled(sizes, device_bytes)))
+    elif on_gpu and sizes.mesh["tensor"] == 1:
+        # ZeRO-2: shares of all new values before they are gathered.
+        found += sum(sizes.param_bytes * sizes.local(leaf, "optimizer") for leaf in gathered)
     return found
 
 

@@ -114,6 +114,25 @@ def test_a_plain_mlp_on_one_gpu_has_five_arrays():
     assert layer(**alone) - layer(**alone, model__gated_mlp=False) == of_one
 
 
+def test_zero2_has_shares_of_all_new_values_before_they_are_gathered():
+    """On GPUs, but not with `tensor`."""
+
+    def update(on_gpu, **keys):
+        counted = sizes.of(_run(batch__size=16, sharding__layout="zero2", **keys))
+        held = memory.of(counted, on_gpu=on_gpu).peaks[memory.UPDATE]["updated parameters"]
+        leaves = [*counted.weights, counted.head, counted.head]  # and the embedding
+        whole, shares = (
+            4 * sum(counted.local(leaf, table) for leaf in leaves)
+            for table in ("parameters", "optimizer")
+        )
+        return held, whole, shares
+
+    held, whole, shares = update(True, mesh__data=8)
+    assert held == whole + shares and shares == whole / 8
+    held, whole, _ = update(True, mesh__data=4, mesh__tensor=2)
+    assert held == whole
+
+
 def test_fewer_lanes_are_scattered_over_16():
     """As compiled for v5p:2x2x4, with 53 and 101."""
     keys = dict(mesh__fsdp=16, loss__chunks=1, batch__size=16)
