@@ -5,8 +5,8 @@ logits are there in fp32, and beside them their gradient in the compute dtype, w
 read. XLA:TPU has that in the core's own memory where it fits. One chunk's logits are kept from the
 forward pass. XLA:GPU writes out a loop of two turns and begins the second before the first is done,
 if it gathers chunks of the head ahead (with a tied head that of the backward pass too); of more
-turns it has two in a body then. Its sums of the
-head's gradient over chunks are in fp32: the gradient itself where that is.
+turns it has two in a body then. Its sums of the head's gradient over chunks are in fp32: the
+gradient itself where that is.
 """
 
 import dataclasses
@@ -52,8 +52,7 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     arrays, kind = GPU if on_gpu else TPU, min(utilization.loss_chunks(run), 3) - 1
     if kind == 1 and on_gpu and not gathers_ahead(run):
         kind = 2
-    logits, gradients = arrays.logits[kind], arrays.gradients[kind]
-    copied = arrays.rows[kind]
+    logits, gradients, copied = (of[kind] for of in (arrays.logits, arrays.gradients, arrays.rows))
     if kind == 1 and run.model.tied_head:
         logits = arrays.tied_logits
     policy = precision.policy_of(run.precision, run.reduce_dtype)

@@ -45,7 +45,7 @@ class Program:
 
     # Whole arrays of a microbatch while a layer is run again and differentiated.
     mlp: float  # [tokens, F]: gate, up, their activation, gradients
-    plain_mlp_alone: float  # the same of an MLP without gate, where there is one device
+    plain_mlp_alone: float  # the same of an MLP without gate, on one GPU
     inside: float  # [tokens, D] where positions are whole, with mesh.tensor > 1
     between: float  # [tokens, D] between blocks
     heads: float  # [tokens, N H]
@@ -537,18 +537,21 @@ def _relaid(sizes: Sizes, program: Program) -> dict[str, float]:
     if (padding := head_memory.padding_of(sizes, program.lanes)) == 1:
         return {}
     table = FP32 * sizes.local(sizes.head, "parameters")
-    rest = _gradients(sizes)
-    name = "sums of gradients" if rest["sums of gradients"] else "gradients"
-    return {name: rest[name], "a table in another layout": 2 * table * (1 + padding)}
+    return _updated_with(sizes) | {"a table in another layout": 2 * table * (1 + padding)}
 
 
 def _orthogonalized(sizes: Sizes) -> dict[str, float]:
     """Matrices that Muon has whole, beside all gradients."""
     if not (held := orthogonal.held(sizes)):
         return {}
-    rest = _gradients(sizes)
-    name = "sums of gradients" if rest["sums of gradients"] else "gradients"
-    return {name: rest[name], "whole matrices": held}
+    return _updated_with(sizes) | {"whole matrices": held}
+
+
+def _updated_with(sizes: Sizes) -> dict[str, float]:
+    """The gradients that an update reads: sums over microbatches, where there are several."""
+    found = _gradients(sizes)
+    name = "sums of gradients" if found["sums of gradients"] else "gradients"
+    return {name: found[name]}
 
 
 _STATE = ("parameters", "optimizer")  # parts of a `StageMemory`

@@ -362,7 +362,7 @@ def _of_layers(
     if on_gpu and run.batch.accumulation == 1 and not sizes.splitting(leaf, "gradients"):
         # Pairs of turns are added up first: as compiled with four. Of several microbatches the sum
         # is behind the loop over them.
-        total = dataclasses.replace(total, count=total.count * math.ceil(turns / 2))
+        total = dataclasses.replace(total, count=total.count * math.ceil(own_sums / 2))
     yield total
 
 

@@ -84,8 +84,8 @@ def test_gradients_that_are_there_at_the_loss():
     # ZeRO-1 rounds the head's behind the loss, unless it stays in fp32.
     shares = whole | dict(sharding__layout="zero1")
     assert _at_the_loss(True, **shares)[0] == held - head
-    exact, of_head, _ = _at_the_loss(True, **shares, precision="bf16_fp32_reduce")
-    assert exact > of_head
+    exact = dict(precision="bf16_fp32_reduce")
+    assert _at_the_loss(True, **shares, **exact)[0] == _at_the_loss(True, **whole, **exact)[0]
     # XLA:TPU makes those of layers behind it where weights are gathered.
     gathered, head, layers = _at_the_loss(False, mesh__fsdp=8, **keys)
     assert 2 * head <= gathered < 2 * head + layers / 20  # of both tables, and norms
@@ -112,6 +112,22 @@ def test_a_plain_mlp_on_one_gpu_has_five_arrays():
     of_one = 2 * run.batch.size * run.batch.sequence_length * run.model.mlp_dim
     alone = dict(mesh__data=1)
     assert layer(**alone) - layer(**alone, model__gated_mlp=False) == of_one
+
+
+def test_turns_sum_gradients_in_pairs_in_bf16_only():
+    """Of weights that are whole, on GPUs; fp32 sums are added up before."""
+
+    def times(precision, turns):
+        run = _run(mesh__data=4, mesh__tensor=2, sharding__layout="ddp", precision=precision)
+        (found,) = (
+            one.count
+            for one in traffic.of(sizes.of(run), turns=turns, on_gpu=True)
+            if one.name == "blocks/mlp/up/kernel" and one.purpose == "gradients"
+        )
+        return found
+
+    assert times("bf16", 4) == 2 * times("bf16", 1)
+    assert times("bf16_fp32_reduce", 4) == times("bf16_fp32_reduce", 1)
 
 
 def test_zero2_has_shares_of_all_new_values_before_they_are_gathered():
