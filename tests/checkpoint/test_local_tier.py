@@ -3,6 +3,7 @@
 import concurrent.futures
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -548,6 +549,14 @@ class Cluster:
         return process.returncode, said
 
 
+def whole_steps(root: pathlib.Path) -> set[int]:
+    """The steps of a local tier of two processes of which the shards of both are there."""
+    paths = [*root.glob("*/*.own"), *root.glob("*/*.copy")]
+    shards = {tuple(path.name.split(".")[:2]) for path in paths}
+    names = {name for name, _ in shards}
+    return {int(name.partition("-")[0]) for name in names if {(name, "0"), (name, "1")} <= shards}
+
+
 @pytest.mark.slow
 def test_a_lost_host_is_restored_from_its_neighbor_end_to_end(tmp_path):
     cluster = Cluster(tmp_path)
@@ -557,16 +566,22 @@ def test_a_lost_host_is_restored_from_its_neighbor_end_to_end(tmp_path):
     assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
     (root,) = cluster.local.glob("llmx-*")
     shutil.rmtree(root / "process-1")
+    newest = max(whole_steps(root))
+    # Saves run beside training: that of step 6 may have been cut off.
+    assert newest in (4, 6, 8)
 
     # And with no time to save after SIGTERM: the last line names what is safe.
     flags = (tier, "--config.checkpoint.grace_seconds=0.01")
     code, said = cluster.disturb("run", 11, signal.SIGTERM, *flags)
     assert "process 1: its files are not on this host; it takes the copy of process 0" in said
-    assert any(f"resumed from checkpoint {step} " in said for step in (6, 8)), said
+    assert f"resumed from checkpoint {newest} " in said, said
     assert code == 75 and "grace_seconds=0.01 are over before the save is complete" in said, said
     assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
+    safe = int(re.search(r"the newest checkpoint is that of step (\d+)", said)[1])
+    assert newest <= safe <= max(whole_steps(root))
+    newest = max(whole_steps(root))
 
     said = cluster.run("run", tier)
-    assert any(f"resumed from checkpoint {step} " in said for step in (8, 10, 12)), said
+    assert f"resumed from checkpoint {newest} " in said, said
     assert cluster.losses("run") == cluster.losses("whole")
     assert not list(root.glob("*/*.own"))  # nothing stays behind when all is saved
