@@ -67,7 +67,9 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     head = next(leaf for leaf in leaves(run.model) if leaf.name == name)
     of_chunk = FP32 * tokens * rows
     of_logits = gradients * compute * tokens * rows
-    if on_gpu and kind == 0 and compute == policy.param.itemsize and not splits_parameters(run):
+    if not on_gpu and compute == FP32:
+        of_logits = 0.0  # in the logits' place
+    if kind == 0 and compute == policy.param.itemsize and not splits_parameters(run):
         copied = 0  # the head itself is read
     if kind == 2 and on_gpu and gathers_ahead(run):
         found = max(

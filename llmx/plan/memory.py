@@ -27,14 +27,15 @@ from llmx.config import loss_memory, stage_memory, state_memory, utilization
 from llmx.config.axes import is_one_device
 from llmx.config.state_memory import leaves
 from llmx.model import quantization, remat, remat_costs
+from llmx.model.attention import splash
 from llmx.model.families import ModelConfig
 from llmx.plan import exchange, experts, head_memory, orthogonal
 from llmx.plan.sizes import Sizes
+from llmx.plan.traffic import WRITTEN_OUT
 
 FP32 = 4
 IN_FLIGHT = 2  # shares of new parameters that are being gathered, on GPUs
 MOST_BODIES = 3  # as many as were seen
-WRITTEN_OUT = 2  # turns of a loop, by XLA:GPU
 WHOLE_HEADS = 3  # gradients of the head at a time, with gather="step" and one microbatch
 END_OF_FORWARD, BACKWARD, UPDATE = "end of forward", "backward", "update"
 
@@ -49,6 +50,7 @@ class Program:
     inside: float  # [tokens, D] where positions are whole, with mesh.tensor > 1
     between: float  # [tokens, D] between blocks
     heads: float  # [tokens, N H]
+    query_gradients: float  # the same for each that the attention kernel writes (`_blocks_of_keys`)
     normed_heads: float  # more of these, and of [tokens, K H], with norms of queries and keys
     kv_heads: float  # [tokens, K H]
     weights: float  # gathered weights of a layer, and their gradients: of all its weights
@@ -68,15 +70,15 @@ class Program:
 
 # With libtpu 0.0.42.1 and XLA of jax 0.10.2.
 TPU = Program(
-    mlp=3.0, plain_mlp_alone=3.0, inside=3.0, between=2.0, heads=2.0, normed_heads=0.0,
-    kv_heads=8.0, weights=1.2,
+    mlp=3.0, plain_mlp_alone=3.0, inside=3.0, between=2.0, heads=0.0, query_gradients=1.0,
+    normed_heads=0.0, kv_heads=6.0, weights=1.2,
     ahead=(0.0, 0.0, 0.0), without_gathers=1.0, bodies=False, bodies_alone=1.0,
     copied=("attention/query/kernel", "attention/key/kernel", "attention/value/kernel"),
     head_copies=0.0, gathered_head=0.0, lanes=128,
 )  # fmt: skip
 GPU = Program(
-    mlp=6.0, plain_mlp_alone=5.0, inside=2.5, between=5.0, heads=2.0, normed_heads=4.0,
-    kv_heads=0.0, weights=1.4,
+    mlp=6.0, plain_mlp_alone=5.0, inside=2.5, between=5.0, heads=2.0, query_gradients=0.0,
+    normed_heads=4.0, kv_heads=0.0, weights=1.4,
     ahead=(3.0, 1.0, 1.75), without_gathers=1.5, bodies=True, bodies_alone=1.5,
     copied=("mlp/down/kernel", "attention/out/kernel"),
     head_copies=1.0, gathered_head=1.0, lanes=1,
@@ -187,7 +189,8 @@ def _hides_copies(sizes: Sizes) -> bool:
 def saved(sizes: Sizes, program: Program) -> dict[str, float]:
     """What all layers save for the backward pass, of one microbatch."""
     model = sizes.run.model
-    model = dataclasses.replace(model, head_dim=_head_dim(model, program))
+    if _fills_lanes(sizes):
+        model = dataclasses.replace(model, head_dim=_head_dim(model, program))
     # Arrays of the stream are split as between blocks, those of heads and MLP over `tensor`, but
     # for keys and values that each device has.
     stream = dataclasses.replace(model, num_heads=0, num_kv_heads=0, mlp_dim=0)
@@ -206,6 +209,15 @@ def saved(sizes: Sizes, program: Program) -> dict[str, float]:
             2 * model.num_layers * sizes.compute_bytes * more * model.width
         )
     return found
+
+
+def _fills_lanes(sizes: Sizes) -> bool:
+    """Whether what is saved of heads has whole lanes on TPUs: queries, keys and values. The result
+    of attention alone has positions last, but where the backward kernel takes slices of keys."""
+    model, policies = sizes.run.model, remat_costs.policies(sizes.run.model, sizes.run.remat)
+    if all(of.saved is None or remat.QUERY_KEY_VALUE in of.saved for of in policies):
+        return True
+    return splash.in_slices(_num_keys(sizes), model.head_dim, sizes.compute_bytes)
 
 
 def _kv_heads(sizes: Sizes) -> float:
@@ -338,14 +350,16 @@ def _turns_weights(sizes: Sizes) -> bool:
 
 def _turned(sizes: Sizes) -> float:
     """Weights of all layers that XLA:TPU copies into another layout: where several loops read them
-    (`model.layers`), of neighbours of one kind in periods and in what is left of one; and on one
-    device attention's, where layers are run again and heads fill lanes. Not those of the host, nor
-    those that `_copies` has."""
+    (`model.layers`), of neighbours of one kind in periods and in what is left of one; attention's
+    and the experts' where these are not gathered; and on one device attention's, where layers are
+    run again and heads fill lanes. Not those of the host, nor those that `_copies` has."""
     if sizes.run.offload.parameters:
         return 0.0
     if _periods(sizes) > 1:
         already = TPU.copied if sizes.axes_of("embed", "parameters") else ()
         return _parameter_bytes(sizes, [name for name in _TURNED if name not in already])
+    if sizes.run.model.num_experts and not sizes.axes_of("embed", "parameters"):
+        return _parameter_bytes(sizes, (*_TURNED_ALONE, *experts.copied(sizes)))
     fills_lanes = sizes.run.model.head_dim % TPU.lanes == 0
     if is_one_device(sizes.run) and fills_lanes and not keeps_all(sizes):
         return _parameter_bytes(sizes, _TURNED_ALONE)
@@ -468,7 +482,8 @@ def _layer(sizes: Sizes, program: Program) -> float:
             key=lambda counts: counts[0] * of_mlp + counts[1] * _layer_bytes(sizes),
         )
     normed = program.normed_heads if model.qk_norm else 0.0
-    heads = (program.heads + normed) * model.num_heads / tensor
+    of_queries = program.heads + program.query_gradients * _blocks_of_keys(sizes)
+    heads = (of_queries + normed) * model.num_heads / tensor
     heads += (program.kv_heads + normed) * _kv_heads(sizes)
     activations = (
         mlp * sizes.tokens * mlp_dim / tensor
@@ -479,6 +494,20 @@ def _layer(sizes: Sizes, program: Program) -> float:
     found = bodies * sizes.compute_bytes * activations + weights * _layer_bytes(sizes)
     # Experts are differentiated before attention is.
     return max(found, experts.layer_bytes(sizes)) if model.num_experts else found
+
+
+def _blocks_of_keys(sizes: Sizes) -> int:
+    """For how many blocks of keys the kernel of TPUs writes gradients of all queries at a time;
+    other attention has 2 arrays of their size."""
+    run = sizes.run
+    blocks = splash.query_gradients(_num_keys(sizes), run.model.head_dim, sizes.compute_bytes)
+    return blocks if blocks and run.attention.implementation in ("auto", "splash") else 2
+
+
+def _num_keys(sizes: Sizes) -> int:
+    """Keys that a device's attention sees at a time, in a ring those of one device."""
+    ring = sizes.mesh["sequence"] // math.gcd(sizes.mesh["sequence"], sizes.run.attention.ulysses)
+    return sizes.run.batch.sequence_length // ring
 
 
 def _head_dim(model: ModelConfig, program: Program) -> int:

@@ -45,6 +45,7 @@ LANES, ROWS = 128, 8  # of a tile: columns that XLA:TPU fills rows up to, and ro
 # 101 and not 149 over 4, 149 and not 197 over 8, 53 and not 101 over 16, and not 197 over 512.
 LANES_OF_A_PART, MOST_LANES = {2: 256, 4: 128, 16: 64}, 160
 IDS = FP32 = 4  # bytes of a token's id, of a number
+WRITTEN_OUT = 2  # turns of a loop, by XLA:GPU
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +186,7 @@ def of(
         *_weights(sizes, passes, turns, on_gpu), *_lookups(sizes, passes),
         *over_tensor(sizes, passes), *_replicated_heads(sizes, passes),
         *over_sequence(sizes, passes, peeled=peeled), *_stages(sizes, passes),
-        *_over_expert(sizes, passes),
+        *_over_expert(sizes, passes, peeled),
         *(_message(sizes, "whole matrices", *one) for one in orthogonal.messages(sizes)),
     ]  # fmt: skip
     if exchanges:
@@ -338,7 +339,8 @@ def _of_layers(
     run, layers = sizes.run, passes.blocks if leaf.in_blocks else passes.first
     of_one = sizes.mesh["stage"] if leaf.in_blocks else 1
     numbers = sizes.whole(leaf) * of_one / leaf.shape[0]  # of a layer
-    again = _layers_again(sizes.stacks[-1 if leaf.in_blocks else 0].run)
+    peeled = on_gpu and gathers_ahead(run)
+    again = _layers_again(sizes.stacks[-1 if leaf.in_blocks else 0].run, peeled)
     # Weights of attention, in heads, have another layout in each pass.
     shared = passes.shared * ("/mlp/" in leaf.name)
     gathered = (passes.forward + passes.backward - shared) * layers
@@ -373,16 +375,19 @@ def _kept_whole(run: Config) -> float:
     return sum(of.saved is None for of in policies) / len(policies)
 
 
-def _layers_again(run: Config) -> int:
-    """Layers of a pass that are run once more before the backward pass, by segments or "part"."""
+def _layers_again(run: Config, peeled: bool = False) -> int:
+    """Layers of a pass that are run once more before the backward pass, by segments or "part".
+    `peeled`: XLA:GPU writes out the loop over a segment of two layers, and then leaves out the last
+    as `_ends_alone` has it."""
     chunk = max(utilization.chunks_of(run), default=run.model.num_layers)
     if remat.keeps_input(run.remat):
         return chunk
     chunks = utilization.chunks_of(run)
     segments = remat_costs.segments(run.model, run.remat, chunks)
     return sum(
-        end - first - _ends_alone(run, first, end) for first, end in segments if first < chunk
-    )
+        end - first - (_ends_alone(run, first, end) or (peeled and end - first == WRITTEN_OUT))
+        for first, end in segments if first < chunk
+    )  # fmt: skip
 
 
 def _ends_alone(run: Config, first: int, end: int) -> bool:
@@ -565,11 +570,11 @@ def over_sequence(sizes: Sizes, passes: Passes, *, peeled: bool = False) -> Iter
         yield Message("heads", "all-to-all", over, heads * of_head, count, of.ulysses)
 
 
-def _over_expert(sizes: Sizes, passes: Passes) -> Iterator[Message]:
-    """Rows on their way to the devices of their experts, and back."""
+def _over_expert(sizes: Sizes, passes: Passes, peeled: bool) -> Iterator[Message]:
+    """Rows on their way to the devices of their experts, and back. `peeled`: of `_layers_again`."""
     if not sizes.run.model.num_experts:
         return
-    again = passes.backward * _layers_again(sizes.stacks[-1].run)
+    again = passes.backward * _layers_again(sizes.stacks[-1].run, peeled)
     for purpose, num_bytes, forward, backward in experts.exchanges(sizes):
         count = passes.blocks * (passes.forward * forward + passes.backward * backward)
         count += again * forward

@@ -64,7 +64,7 @@ def _jax_modules():
 
 def _kernel(mask: Mask, scores: Scores, query_BTNH, num_kv_heads: int, device_kind: str):
     """jax's kernel for one key/value head and its group of query heads."""
-    group, width = query_BTNH.shape[2] // num_kv_heads, _row_width(query_BTNH)
+    group, width = query_BTNH.shape[2] // num_kv_heads, _row_width(query_BTNH.shape[3], query_BTNH.dtype.itemsize)
     kernels, masks = _jax_modules()
     shape = (mask.segments_BT.shape[1], mask.num_keys)
     if mask.sees_all(scores.window):
@@ -115,7 +115,7 @@ def _backward(
     """A slice of keys at a time: the kernel writes a gradient of queries for each block of them."""
     _refuse(mask, device_kind)
     T, S = query_BTNH.shape[1], key_BSKH.shape[1]
-    size = _slice_of_keys(S, _row_width(query_BTNH), device_kind)
+    size = _slice_of_keys(S, _row_width(query_BTNH.shape[3], query_BTNH.dtype.itemsize), device_kind)
     whole = functools.partial(_slice_backward, scores=scores, device_kind=device_kind)
     rows = (query_BTNH, out_BTNH, lse_BNT, gradient_BTNH)
     if size == S:
@@ -159,9 +159,9 @@ def _backward(
     return query_gradient, *(jnp.concatenate(parts, axis=1) for parts in zip(*others, strict=True))
 
 
-def _row_width(query_BTNH: Array) -> int:
+def _row_width(head_dim: int, itemsize: int) -> int:
     """Bytes of a head's row, in those of 128 numbers of 16 bits."""
-    return -(-query_BTNH.shape[3] // LANES) * max(1, query_BTNH.dtype.itemsize // 2)
+    return -(-head_dim // LANES) * max(1, itemsize // 2)
 
 
 def _slice_of_keys(num_keys: int, row_width: int, device_kind: str) -> int:
@@ -169,6 +169,22 @@ def _slice_of_keys(num_keys: int, row_width: int, device_kind: str) -> int:
     blocks = BLOCKS.get(device_kind, OTHER_BLOCKS)
     most = MOST_BLOCKS * max(LANES, blocks.key_backward // row_width)
     return max(n for n in range(LANES, min(num_keys, most) + 1, LANES) if num_keys % n == 0)
+
+
+def query_gradients(num_keys: int, head_dim: int, itemsize: int) -> int:
+    """Gradients of all queries that a call of the backward kernel writes: one for each block of its
+    keys, on all chips alike. 0 where it does not take so many keys."""
+    if num_keys % LANES:
+        return 0
+    row_width = _row_width(head_dim, itemsize)
+    size, block = _slice_of_keys(num_keys, row_width, ""), OTHER_BLOCKS.key_backward
+    return size // _fitting(block, size, LANES, row_width)
+
+
+def in_slices(num_keys: int, head_dim: int, itemsize: int) -> bool:
+    """Whether the backward pass takes several calls, one for each slice of the keys."""
+    row_width = _row_width(head_dim, itemsize)
+    return num_keys % LANES == 0 and _slice_of_keys(num_keys, row_width, "") < num_keys
 
 
 def _slice_backward(
@@ -223,13 +239,18 @@ def _whole_lanes(array: Array) -> Array:
     return jnp.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, pad)]) if pad else array
 
 
+def _fitting(size: int, num_rows: int, step: int, row_width: int) -> int:
+    """Rows of a block of at most `size` rows of one width: a divisor, and a multiple of `step`."""
+    most = max(step, min(size // row_width, num_rows))
+    return max(rows for rows in range(step, most + 1, step) if num_rows % rows == 0)
+
+
 def _block_sizes(make, blocks: Blocks, shape: tuple[int, int], row_width: int):
     """The chip's blocks, smaller for wider rows, cut down to divisors of queries and keys."""
     num_queries, num_keys = shape
 
     def fit(size: int, num_rows: int, step: int = LANES) -> int:
-        most = max(step, min(size // row_width, num_rows))
-        return max(rows for rows in range(step, most + 1, step) if num_rows % rows == 0)
+        return _fitting(size, num_rows, step, row_width)
 
     # Keys are fetched in whole blocks of a product.
     compute = fit(blocks.key_compute, num_keys)
