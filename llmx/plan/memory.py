@@ -138,7 +138,7 @@ def of(
         BACKWARD: common | {
             "rounded head": _rounded_table(sizes, "head") if not on_gpu else 0.0,
             "a layer": max(_layer(one, program) for one in sizes.stacks),
-            "a segment": _segment(sizes.stacks[-1]),
+            "a segment": _segment(sizes.stacks[-1], on_gpu),
             "gradient of the head": head_memory.behind_the_loss(sizes, on_gpu),
             "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
             "tables in another layout": head_memory.padded_tables(sizes, program.lanes),
@@ -230,12 +230,13 @@ def _input_bytes(sizes: Sizes) -> float:
     return sizes.compute_bytes * sizes.tokens_between * sizes.run.model.width
 
 
-def _segment(sizes: Sizes) -> float:
-    """A segment of layers that is run again: their inputs, and a copy of their weights."""
+def _segment(sizes: Sizes, on_gpu: bool) -> float:
+    """A segment of layers that is run again: their inputs, and a copy of their weights; on TPUs
+    also of their gradients."""
     segments = remat_costs.segments(sizes.run.model, sizes.run.remat)
     size = max((end - first for first, end in segments), default=0)
-    of_weights = _weights_of_layers(sizes) / sizes.run.model.num_layers
-    return size * (_input_bytes(sizes) + of_weights)
+    of_layers = _weights_of_layers(sizes) + _gradients_of_layers(sizes)
+    return size * (_input_bytes(sizes) + of_layers / sizes.run.model.num_layers)
 
 
 def _weights_of_layers(sizes: Sizes) -> float:
