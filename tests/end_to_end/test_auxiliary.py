@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from support.text_runs import records
 
+# Its tests share runs, each a process.
+pytestmark = pytest.mark.xdist_group("auxiliary")
+
 ROOT = pathlib.Path(__file__).parents[2]
 CONFIG = """
 from llmx import config

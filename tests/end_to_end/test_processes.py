@@ -130,16 +130,15 @@ def undisturbed(scratch):
 
 
 def test_as_many_devices_in_other_processes(scratch, undisturbed):
-    """Bit for bit the same losses; and a checkpoint of four processes goes on in two and in one."""
+    """Bit for bit the same losses; and a checkpoint of four processes goes on in one."""
     wanted = losses(undisturbed)
     train(scratch, scratch / "one", 1)
     assert losses(scratch / "one") == wanted
     train(scratch, scratch / "four", 4)
     assert losses(scratch / "four") == wanted
-    for count in (2, 1):
-        shutil.rmtree(scratch / "four" / "checkpoints" / "12")
-        said = train(scratch, scratch / "four", count)
-        assert "resumed from checkpoint 8" in said and losses(scratch / "four") == wanted
+    shutil.rmtree(scratch / "four" / "checkpoints" / "12")
+    said = train(scratch, scratch / "four", 1)
+    assert "resumed from checkpoint 8" in said and losses(scratch / "four") == wanted
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 ways, equals plain loops over dense tables."""
 
 import functools
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -277,9 +278,10 @@ def test_a_late_run_goes_on_bit_for_bit_and_on_other_devices(tmp_path):
         if record["kind"] == "train" and record["step"] == 3:
             raise KeyboardInterrupt
 
+    stopped = library.fit(made_run(tmp_path / "b", **mesh), callbacks=[stop])
+    assert not stopped.done and stopped.step < 6
+    shutil.copytree(tmp_path / "b", tmp_path / "c")
     for folder, sizes in ("b", mesh), ("c", mesh | dict(mesh__fsdp=2, mesh__tensor=2)):
-        stopped = library.fit(made_run(tmp_path / folder, **mesh), callbacks=[stop])
-        assert not stopped.done and stopped.step < 6
         again = library.fit(made_run(tmp_path / folder, **sizes))
         assert again.done
         found = test_training.tables_of(again)
