@@ -141,7 +141,8 @@ def of(
             "a segment": _segment(sizes.stacks[-1], on_gpu),
             "gradient of the head": head_memory.behind_the_loss(sizes, on_gpu),
             "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
-            "tables in another layout": head_memory.padded_tables(sizes, program.lanes),
+            "tables in another layout": head_memory.padded_tables(sizes, program.lanes)
+            + (0.0 if on_gpu else _turned_table(sizes)),
         },
         UPDATE: _relaid(sizes, program) | _orthogonalized(sizes) | {
             "updated parameters": _updated(sizes, on_gpu, device_bytes),
@@ -289,13 +290,13 @@ def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -
     """Gradients at the peak of the loss. There are none yet on one device, nor where layers save
     all, or are a loop over periods on GPUs with several microbatches, but where GPUs gather
     weights; with one chunk, or in ZeRO-1, XLA:GPU makes the head's after it. XLA:TPU makes those of
-    layers after it where weights are gathered."""
+    layers after it where weights are gathered, or layers are a loop over periods."""
     held, chunks = common.get("gradients", 0.0), utilization.loss_chunks(sizes.run)
     gathers = program is GPU and sizes.axes_of("embed", "parameters")
     several = program is GPU and sizes.run.batch.accumulation > 1 and _periods(sizes) > 1
     if is_one_device(sizes.run) or ((keeps_all(sizes) or several) and not gathers):
         return {"gradients": 0.0}
-    if held and program is TPU and sizes.axes_of("embed", "parameters"):
+    if held and program is TPU and (sizes.axes_of("embed", "parameters") or _periods(sizes) > 1):
         if padded := head_memory.padded_tables(sizes, program.lanes):
             # They are there from the beginning, and nothing that the backward pass makes.
             return {
@@ -365,6 +366,16 @@ def _turned(sizes: Sizes) -> float:
     if is_one_device(sizes.run) and fills_lanes and not keeps_all(sizes):
         return _parameter_bytes(sizes, _TURNED_ALONE)
     return 0.0
+
+
+def _turned_table(sizes: Sizes) -> float:
+    """While periods of layers are differentiated XLA:TPU has a copy of a whole tied table in fp32,
+    and not its gradient yet: as compiled with Gemma-2 in ZeRO-1."""
+    whole = sizes.run.model.tied_head and not sizes.axes_of("embed", "parameters")
+    if not whole or _periods(sizes) == 1 or is_one_device(sizes.run):
+        return 0.0
+    gradient = sizes.reduce_bytes * sizes.local(sizes.head, "gradients")
+    return sizes.param_bytes * sizes.local(sizes.head, "parameters") - gradient
 
 
 def _parameter_bytes(sizes: Sizes, names: Sequence[str]) -> float:

@@ -64,7 +64,7 @@ def _jax_modules():
 
 def _kernel(mask: Mask, scores: Scores, query_BTNH, num_kv_heads: int, device_kind: str):
     """jax's kernel for one key/value head and its group of query heads."""
-    group, width = query_BTNH.shape[2] // num_kv_heads, _row_width(query_BTNH.shape[3], query_BTNH.dtype.itemsize)
+    group, width = query_BTNH.shape[2] // num_kv_heads, _width_of(query_BTNH)
     kernels, masks = _jax_modules()
     shape = (mask.segments_BT.shape[1], mask.num_keys)
     if mask.sees_all(scores.window):
@@ -115,7 +115,7 @@ def _backward(
     """A slice of keys at a time: the kernel writes a gradient of queries for each block of them."""
     _refuse(mask, device_kind)
     T, S = query_BTNH.shape[1], key_BSKH.shape[1]
-    size = _slice_of_keys(S, _row_width(query_BTNH.shape[3], query_BTNH.dtype.itemsize), device_kind)
+    size = _slice_of_keys(S, _width_of(query_BTNH), device_kind)
     whole = functools.partial(_slice_backward, scores=scores, device_kind=device_kind)
     rows = (query_BTNH, out_BTNH, lse_BNT, gradient_BTNH)
     if size == S:
@@ -157,6 +157,10 @@ def _backward(
         )
         others.append(gradients[1:])
     return query_gradient, *(jnp.concatenate(parts, axis=1) for parts in zip(*others, strict=True))
+
+
+def _width_of(query_BTNH: Array) -> int:
+    return _row_width(query_BTNH.shape[3], query_BTNH.dtype.itemsize)
 
 
 def _row_width(head_dim: int, itemsize: int) -> int:
