@@ -189,18 +189,21 @@ def _hides_copies(sizes: Sizes) -> bool:
 
 def saved(sizes: Sizes, program: Program) -> dict[str, float]:
     """What all layers save for the backward pass, of one microbatch."""
-    model = sizes.run.model
-    if _fills_lanes(sizes):
-        model = dataclasses.replace(model, head_dim=_head_dim(model, program))
     # Arrays of the stream are split as between blocks, those of heads and MLP over `tensor`, but
-    # for keys and values that each device has.
+    # for keys and values that each device has. XLA:TPU fills heads up to whole lanes, but for
+    # queries that are rotated and results of attention, where no ring takes them: these it saves
+    # with positions last.
+    model = sizes.run.model
+    whole = dataclasses.replace(model, head_dim=_head_dim(model, program))
+    positions_last = model.positions == "rope" and sizes.mesh["sequence"] == 1
     stream = dataclasses.replace(model, num_heads=0, num_kv_heads=0, mlp_dim=0)
-    with_keys = dataclasses.replace(stream, num_kv_heads=model.num_kv_heads)
-    of_stream, of_keys, of_all = (_per_token(sizes, one) for one in (stream, with_keys, model))
+    keys = dataclasses.replace(whole, num_heads=0, mlp_dim=0)
+    others = dataclasses.replace(model if positions_last else whole, num_kv_heads=0)
+    of_stream, of_keys, of_others = (_per_token(sizes, one) for one in (stream, keys, others))
     saved = (
         of_stream * sizes.tokens_between
         + (of_keys - of_stream) * sizes.tokens * _kv_heads(sizes) / model.num_kv_heads
-        + (of_all - of_keys) * sizes.tokens / sizes.mesh["tensor"]
+        + (of_others - of_stream) * sizes.tokens / sizes.mesh["tensor"]
     )
     found = {"saved activations": saved}
     if keeps_all(sizes):
@@ -210,15 +213,6 @@ def saved(sizes: Sizes, program: Program) -> dict[str, float]:
             2 * model.num_layers * sizes.compute_bytes * more * model.width
         )
     return found
-
-
-def _fills_lanes(sizes: Sizes) -> bool:
-    """Whether what is saved of heads has whole lanes on TPUs: queries, keys and values. The result
-    of attention alone has positions last, but where the backward kernel takes slices of keys."""
-    model, policies = sizes.run.model, remat_costs.policies(sizes.run.model, sizes.run.remat)
-    if all(of.saved is None or remat.QUERY_KEY_VALUE in of.saved for of in policies):
-        return True
-    return splash.in_slices(_num_keys(sizes), model.head_dim, sizes.compute_bytes)
 
 
 def _kv_heads(sizes: Sizes) -> float:
@@ -508,12 +502,15 @@ def _layer(sizes: Sizes, program: Program) -> float:
     return max(found, experts.layer_bytes(sizes)) if model.num_experts else found
 
 
-def _blocks_of_keys(sizes: Sizes) -> int:
-    """For how many blocks of keys the kernel of TPUs writes gradients of all queries at a time;
-    other attention has 2 arrays of their size."""
+def _blocks_of_keys(sizes: Sizes) -> float:
+    """Gradients of all queries that there are at a time on TPUs. The kernel writes one for each
+    block of its keys. Where it takes slices of these, those of all wait for their sum, each of the
+    queries that see its slice. Other attention has 2 arrays of their size."""
     run = sizes.run
-    blocks = splash.query_gradients(_num_keys(sizes), run.model.head_dim, sizes.compute_bytes)
-    return blocks if blocks and run.attention.implementation in ("auto", "splash") else 2
+    given = _num_keys(sizes), run.model.head_dim, sizes.compute_bytes
+    if run.attention.implementation not in ("auto", "splash") or not splash.takes(given[0]):
+        return 2.0
+    return splash.query_gradients(*given) * (splash.slices(*given) + 1) / 2
 
 
 def _num_keys(sizes: Sizes) -> int:

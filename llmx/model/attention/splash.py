@@ -175,20 +175,22 @@ def _slice_of_keys(num_keys: int, row_width: int, device_kind: str) -> int:
     return max(n for n in range(LANES, min(num_keys, most) + 1, LANES) if num_keys % n == 0)
 
 
+def takes(num_keys: int) -> bool:
+    """Whether the kernel takes so many keys."""
+    return num_keys % LANES == 0
+
+
+def slices(num_keys: int, head_dim: int, itemsize: int) -> int:
+    """Calls of the backward kernel, each of a slice of the keys that it takes."""
+    return num_keys // _slice_of_keys(num_keys, _row_width(head_dim, itemsize), "")
+
+
 def query_gradients(num_keys: int, head_dim: int, itemsize: int) -> int:
-    """Gradients of all queries that a call of the backward kernel writes: one for each block of its
-    keys, on all chips alike. 0 where it does not take so many keys."""
-    if num_keys % LANES:
-        return 0
+    """Gradients of all queries that such a call writes: one for each block of its keys. Of the
+    chips in `BLOCKS` none has others."""
     row_width = _row_width(head_dim, itemsize)
     size, block = _slice_of_keys(num_keys, row_width, ""), OTHER_BLOCKS.key_backward
     return size // _fitting(block, size, LANES, row_width)
-
-
-def in_slices(num_keys: int, head_dim: int, itemsize: int) -> bool:
-    """Whether the backward pass takes several calls, one for each slice of the keys."""
-    row_width = _row_width(head_dim, itemsize)
-    return num_keys % LANES == 0 and _slice_of_keys(num_keys, row_width, "") < num_keys
 
 
 def _slice_backward(
