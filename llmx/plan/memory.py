@@ -78,7 +78,7 @@ TPU = Program(
 )  # fmt: skip
 GPU = Program(
     mlp=6.0, plain_mlp_alone=5.0, inside=2.5, between=5.0, heads=2.0, query_gradients=0.0,
-    normed_heads=4.0, kv_heads=0.0, weights=1.4,
+    normed_heads=3.0, kv_heads=0.0, weights=1.4,
     ahead=(3.0, 1.0, 1.75), without_gathers=1.5, bodies=True, bodies_alone=1.5,
     copied=("mlp/down/kernel", "attention/out/kernel"),
     head_copies=1.0, gathered_head=1.0, lanes=1,
