@@ -140,7 +140,7 @@ def of(
             "a layer": max(_layer(one, program) for one in sizes.stacks),
             "a segment": _segment(sizes.stacks[-1], on_gpu),
             "gradient of the head": head_memory.behind_the_loss(sizes, on_gpu),
-            "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
+            "logits": _kept_logits(sizes, on_gpu),
             "tables in another layout": head_memory.padded_tables(sizes, program.lanes)
             + (0.0 if on_gpu else _turned_table(sizes)),
         },
@@ -191,11 +191,12 @@ def saved(sizes: Sizes, program: Program) -> dict[str, float]:
     """What all layers save for the backward pass, of one microbatch."""
     # Arrays of the stream are split as between blocks, those of heads and MLP over `tensor`, but
     # for keys and values that each device has. XLA:TPU fills heads up to whole lanes, but for
-    # queries that are rotated and results of attention, where no ring takes them: these it saves
-    # with positions last.
+    # queries that are rotated and results of attention, where no ring takes them and not all is
+    # saved: these have positions last.
     model = sizes.run.model
     whole = dataclasses.replace(model, head_dim=_head_dim(model, program))
-    positions_last = model.positions == "rope" and sizes.mesh["sequence"] == 1
+    rotated = model.positions == "rope" and not keeps_all(sizes)
+    positions_last = rotated and sizes.mesh["sequence"] == 1
     stream = dataclasses.replace(model, num_heads=0, num_kv_heads=0, mlp_dim=0)
     keys = dataclasses.replace(whole, num_heads=0, mlp_dim=0)
     others = dataclasses.replace(model if positions_last else whole, num_kv_heads=0)
@@ -301,6 +302,13 @@ def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -
     if not held or program is not GPU or (chunks > 1 and not _rounds_later(sizes)):
         return {}
     return {"gradients": held - sizes.reduce_bytes * sizes.local(sizes.head, "gradients")}
+
+
+def _kept_logits(sizes: Sizes, on_gpu: bool) -> float:
+    """Of the loss, while layers are differentiated: on TPUs nothing where these save all."""
+    if keeps_all(sizes) and not on_gpu:
+        return 0.0
+    return loss_memory.kept_logits(sizes.run, on_gpu=on_gpu)
 
 
 def _rounds_later(sizes: Sizes) -> bool:
