@@ -186,11 +186,12 @@ def slices(num_keys: int, head_dim: int, itemsize: int) -> int:
 
 
 def query_gradients(num_keys: int, head_dim: int, itemsize: int) -> int:
-    """Gradients of all queries that such a call writes: one for each block of its keys. Of the
-    chips in `BLOCKS` none has others."""
+    """Gradients of all queries that such a call writes, one for each block of its keys, with
+    `OTHER_BLOCKS`: those of the chips in `BLOCKS` are as many, but of lengths like 3,072."""
     row_width = _row_width(head_dim, itemsize)
-    size, block = _slice_of_keys(num_keys, row_width, ""), OTHER_BLOCKS.key_backward
-    return size // _fitting(block, size, LANES, row_width)
+    size = _slice_of_keys(num_keys, row_width, "")
+    compute = _fitting(OTHER_BLOCKS.key_backward_compute, size, LANES, row_width)
+    return size // _fitting(OTHER_BLOCKS.key_backward, size, compute, row_width)
 
 
 def _slice_backward(

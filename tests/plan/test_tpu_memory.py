@@ -1,0 +1,165 @@
+"""What programs of XLA:TPU hold, as it was read from programs that nobody chose."""
+
+import math
+
+import pytest
+
+from llmx import config
+from llmx.aot import topologies
+from llmx.config import checks, loss_memory
+from llmx.model import families
+from llmx.model.attention import splash
+from llmx.plan import exchange, memory, sizes
+
+H100 = topologies.parse("h100:8")
+GEMMA = dict(family="gemma2", layer_pattern=("local", "global"), window=1024, num_layers=8)
+
+
+def _sizes(model=None, **keys):
+    run = config.default()
+    run.model = families.preset(
+        "llama3", num_layers=8, width=2048, num_heads=16, num_kv_heads=4, mlp_dim=4096,
+        vocab_size=32768, max_positions=2**17, head_dim=128,
+    )  # fmt: skip
+    run.mesh.data, run.mesh.fsdp, run.batch.size = 1, 8, 8
+    for key, value in (keys | {f"model.{name}": of for name, of in (model or {}).items()}).items():
+        config.set_value(run, key.replace("__", "."), value)
+    mesh = [size for size in vars(run.mesh).values() if isinstance(size, int)]
+    return sizes.of(checks.resolve(run, math.prod(mesh)))
+
+
+def _part(name, moment=memory.BACKWARD, *, on_gpu=False, **keys):
+    return memory.of(_sizes(**keys), on_gpu=on_gpu).peaks[moment].get(name, 0)
+
+
+@pytest.mark.parametrize("num_keys", [128, 1024, 3072, 8192, 16384, 65536])
+@pytest.mark.parametrize(("head_dim", "itemsize"), [(64, 2), (128, 2), (128, 4), (256, 2)])
+def test_gradients_of_queries_are_those_of_the_kernel_s_blocks(num_keys, head_dim, itemsize):
+    width = -(-head_dim // splash.LANES) * itemsize // 2
+    size = splash._slice_of_keys(num_keys, width, "")
+    assert splash.slices(num_keys, head_dim, itemsize) == num_keys // size
+    found = splash.query_gradients(num_keys, head_dim, itemsize)
+    for blocks in (splash.OTHER_BLOCKS, *splash.BLOCKS.values()):
+        of_kernel = splash._block_sizes(dict, blocks, (num_keys, size), width)
+        if num_keys != 3072 or blocks is splash.OTHER_BLOCKS:
+            assert found == size // of_kernel["block_kv_dkv"]
+
+
+@pytest.mark.parametrize(
+    ("length", "keys", "arrays"),
+    [
+        (2048, {}, 1), (4096, {}, 2), (8192, {}, 4),
+        (16384, {}, 4 * 1.5), (32768, {}, 4 * 2.5),  # those of all slices wait
+        (16384, dict(mesh__fsdp=4, mesh__sequence=2), 4),  # in a ring those of one device's keys
+        (16384, dict(mesh__fsdp=4, mesh__sequence=2, attention__ulysses=2), 4 * 1.5),
+        (2048, dict(attention__implementation="blockwise"), 2),
+        (2056, {}, 2),  # not for the kernel
+    ],
+)  # fmt: skip
+def test_a_layer_has_as_many_gradients_of_queries(length, keys, arrays):
+    def of_queries(num_heads):
+        heads = dict(num_heads=num_heads, num_kv_heads=4)
+        counted = dict(batch__sequence_length=length, remat="full", **keys)
+        return _part("a layer", model=heads, **counted)
+
+    tokens = _sizes(batch__sequence_length=length, **keys).tokens
+    # Eight heads more, and their columns of two weights, which are gathered.
+    weights = 1.2 * 2 * (2 * 8 * 128 * 2048)
+    more = of_queries(16) - of_queries(8)
+    assert more == pytest.approx(arrays * 2 * tokens * 8 * 128 + weights)
+
+
+def test_results_of_attention_are_saved_with_positions_last():
+    """Keys and values are filled up to whole lanes, and all where all is saved."""
+
+    def of_heads(remat):
+        def saved(num_heads):
+            heads = dict(num_heads=num_heads, num_kv_heads=4, head_dim=64)
+            return _part("saved activations", model=heads, remat=remat)
+
+        length, layers = config.default().batch.sequence_length, 8
+        return (saved(16) - saved(8)) / (2 * length * 8 * layers)
+
+    # Numbers of a head: its result's; with names its queries', too.
+    assert of_heads("attention") == pytest.approx(64, rel=0.05)
+    assert of_heads("names") == pytest.approx(2 * 64, rel=0.05)
+    assert of_heads("none") >= 2 * 128
+
+
+def test_the_gradient_of_logits_in_fp32_is_in_their_place():
+    def more_of_logits(precision):
+        held = [
+            loss_memory.of(
+                _sizes(precision=precision, loss__chunks=2, batch__sequence_length=length).run
+            )
+            for length in (16384, 32768)
+        ]  # fmt: skip
+        return (held[1] - held[0]) / 16384 - 4 * 2048  # of a token, without its hidden state
+
+    rows = 32768 / 2
+    assert more_of_logits("bf16") == (4 + 2) * rows
+    assert more_of_logits("fp32") == 4 * rows
+
+
+def test_experts_that_are_not_gathered_are_copied_with_attention():
+    experts = dict(family="mixtral", num_experts=4, experts_per_token=2, expert_dim=4096)
+    keys = dict(mesh__data=8, mesh__fsdp=1, sharding__layout="ddp", remat="full")
+    counted = _sizes(model=experts, **keys)
+    wanted = sum(
+        4 * counted.local(leaf, "parameters") for leaf in counted.weights
+        if "attention" in leaf.name or leaf.name.endswith("mlp/down")
+    )  # fmt: skip
+    assert _part("turned weights", model=experts, **keys) == wanted > 0
+    assert _part("turned weights", **keys) == 0  # of a dense model
+
+
+def test_a_segment_has_weights_and_gradients_of_its_own():
+    counted = _sizes(remat="sqrt", model=dict(num_layers=9))
+    of_layer = sum(
+        (4 + counted.reduce_bytes) * counted.local(leaf, "gradients") for leaf in counted.weights
+    ) / 9  # fmt: skip
+    size = 3
+    found = _part("a segment", remat="sqrt", model=dict(num_layers=9))
+    norms = 2 * 4 * 2048 * size
+    inputs = 2 * counted.tokens * 2048 * size
+    assert found == pytest.approx(size * of_layer + inputs, abs=norms)
+
+
+def test_a_tied_table_is_copied_while_periods_are_differentiated():
+    keys = dict(mesh__data=8, mesh__fsdp=1, sharding__layout="zero1", remat="full")
+    counted = _sizes(model=GEMMA | dict(tied_head=True), **keys)
+    numbers = 32768 * 2048
+    found = _part("tables in another layout", model=GEMMA | dict(tied_head=True), **keys)
+    assert found == (4 - counted.reduce_bytes) * numbers
+    assert _part("tables in another layout", model=GEMMA | dict(tied_head=False), **keys) == 0
+    alike = dict(tied_head=True)
+    assert _part("tables in another layout", model=alike, **keys) == 0
+    # And gradients of layers are made behind the loss.
+    held = _part("gradients", memory.END_OF_FORWARD, model=GEMMA | alike, **keys)
+    whole = _part("gradients", memory.END_OF_FORWARD, model=alike, **keys)
+    assert held < 0.6 * whole
+
+
+def test_logits_are_kept_where_layers_are_run_again():
+    keys = dict(loss__chunks=1, mesh__data=8, mesh__fsdp=1, sharding__layout="ddp")
+    tokens = config.default().batch.sequence_length
+    assert _part("logits", remat="full", **keys) == 4 * tokens * 32768
+    assert _part("logits", remat="none", **keys) == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "layers"),
+    [
+        (dict(model={"num_layers": 8}), 3 * 8 - 4),  # segments of two: the last is left out
+        (dict(model={"num_layers": 9}), 3 * 9),  # of three
+        (dict(model={"num_layers": 8}, mesh__fsdp=4, mesh__tensor=2), 3 * 8),
+    ],
+)
+def test_gpus_do_not_run_the_last_of_two_layers_again(keys, layers):
+    """They write out a loop of two turns where they gather weights ahead."""
+    counted = _sizes(remat="sqrt", batch__size=8, **keys)
+    (gathers,) = [
+        one for one in exchange.on(counted, H100)
+        if one.kind == "all-gather" and one.name.endswith("mlp/up/kernel")
+    ]  # fmt: skip
+    assert gathers.count == layers
