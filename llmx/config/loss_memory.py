@@ -2,9 +2,10 @@
 
 The loss goes through the vocabulary in chunks (`llmx.model.losses`). In the backward pass a chunk's
 logits are there in fp32, and beside them their gradient in the compute dtype, which two products
-read. XLA:TPU has that in the core's own memory where it fits. One chunk's logits are kept from the
-forward pass. XLA:GPU writes out a loop of two turns and begins the second before the first is done,
-if it gathers chunks of the head ahead (with a tied head that of the backward pass too); of more
+read. XLA:TPU has that in the core's own memory where it fits, and in the logits' place in fp32. One
+chunk's logits are kept from the forward pass. XLA:GPU writes out a loop of two turns and begins the
+second before the first is done, if it gathers chunks of the head ahead (with a tied head that of
+the backward pass too); of more
 turns it has two in a body then. Its sums of the head's gradient over chunks are in fp32: the
 gradient itself where that is.
 """
@@ -14,7 +15,7 @@ import dataclasses
 from llmx.config import Config, utilization
 from llmx.config.axes import gathers_ahead, is_one_device, splits_parameters
 from llmx.config.state_memory import FP32, Held, leaves
-from llmx.model import precision
+from llmx.model import precision, remat_costs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,9 +85,10 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
 
 def kept_logits(run: Config, *, on_gpu: bool = False) -> float:
     """Bytes of the loss that are there while the layers are differentiated. On TPUs the logits of
-    one chunk. On GPUs that scatter the head's gradient: the gradients of all logits where there is
-    no loop over chunks (one, or two that gather ahead); where more gather ahead, those of the last
-    chunk, which is behind the loop, and the head's gradient of it."""
+    one chunk, where layers do not save all. On GPUs that scatter the head's gradient: the
+    gradients of all logits where there is no loop over chunks (one, or two that gather ahead);
+    where more gather ahead, those of the last chunk, which is behind the loop, and the head's
+    gradient of it."""
     arrays, chunks = GPU if on_gpu else TPU, utilization.loss_chunks(run)
     compute = precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize
     if on_gpu and splits_parameters(run):
@@ -94,7 +96,9 @@ def kept_logits(run: Config, *, on_gpu: bool = False) -> float:
             return compute * _tokens(run) * _rows(run) * chunks
         if gathers_ahead(run):
             return compute * (_tokens(run) + run.model.width) * _rows(run)
-    if chunks > 1 or not arrays.keeps_logits:
+    policies = remat_costs.policies(run.model, run.remat)
+    save_all = all(policy.saved is None for policy in policies)
+    if chunks > 1 or save_all or not arrays.keeps_logits:
         return 0.0
     return FP32 * _tokens(run) * _rows(run)
 

@@ -28,7 +28,7 @@ from llmx.config.axes import is_one_device
 from llmx.config.state_memory import leaves
 from llmx.model import quantization, remat, remat_costs
 from llmx.model.attention import splash
-from llmx.model.families import ModelConfig
+from llmx.model.families import ModelConfig, is_local
 from llmx.plan import exchange, experts, head_memory, orthogonal
 from llmx.plan.sizes import Sizes
 from llmx.plan.traffic import WRITTEN_OUT
@@ -138,12 +138,11 @@ def of(
         BACKWARD: common | {
             "rounded head": _rounded_table(sizes, "head") if not on_gpu else 0.0,
             "a layer": max(_layer(one, program) for one in sizes.stacks),
-            "a segment": _segment(sizes.stacks[-1], on_gpu),
+            "a segment": _segment(sizes.stacks[-1]),
             "gradient of the head": head_memory.behind_the_loss(sizes, on_gpu),
-            "logits": _kept_logits(sizes, on_gpu),
-            "tables in another layout": head_memory.padded_tables(sizes, program.lanes)
-            + (0.0 if on_gpu else _turned_table(sizes)),
-        },
+            "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
+            "tables in another layout": head_memory.padded_tables(sizes, program.lanes),
+        } | ({} if on_gpu else _turned_table(sizes, common)),
         UPDATE: _relaid(sizes, program) | _orthogonalized(sizes) | {
             "updated parameters": _updated(sizes, on_gpu, device_bytes),
         },
@@ -190,13 +189,13 @@ def _hides_copies(sizes: Sizes) -> bool:
 def saved(sizes: Sizes, program: Program) -> dict[str, float]:
     """What all layers save for the backward pass, of one microbatch."""
     # Arrays of the stream are split as between blocks, those of heads and MLP over `tensor`, but
-    # for keys and values that each device has. XLA:TPU fills heads up to whole lanes, but for
-    # queries that are rotated and results of attention, where no ring takes them and not all is
-    # saved: these have positions last.
+    # for keys and values that each device has. XLA:TPU fills heads up to whole lanes, but queries
+    # and results of attention have positions last in a model that rotates queries, where a device
+    # has whole sequences and layers do not save all.
     model = sizes.run.model
     whole = dataclasses.replace(model, head_dim=_head_dim(model, program))
-    rotated = model.positions == "rope" and not keeps_all(sizes)
-    positions_last = rotated and sizes.mesh["sequence"] == 1
+    whole_sequences = sizes.mesh["sequence"] == 1
+    positions_last = model.positions == "rope" and whole_sequences and not keeps_all(sizes)
     stream = dataclasses.replace(model, num_heads=0, num_kv_heads=0, mlp_dim=0)
     keys = dataclasses.replace(whole, num_heads=0, mlp_dim=0)
     others = dataclasses.replace(model if positions_last else whole, num_kv_heads=0)
@@ -226,9 +225,9 @@ def _input_bytes(sizes: Sizes) -> float:
     return sizes.compute_bytes * sizes.tokens_between * sizes.run.model.width
 
 
-def _segment(sizes: Sizes, on_gpu: bool) -> float:
-    """A segment of layers that is run again: their inputs, and a copy of their weights; on TPUs
-    also of their gradients."""
+def _segment(sizes: Sizes) -> float:
+    """A segment of layers that is run again: their inputs, a copy of their weights, and their
+    gradients, before these are written to where those of all layers are."""
     segments = remat_costs.segments(sizes.run.model, sizes.run.remat)
     size = max((end - first for first, end in segments), default=0)
     of_layers = _weights_of_layers(sizes) + _gradients_of_layers(sizes)
@@ -304,13 +303,6 @@ def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -
     return {"gradients": held - sizes.reduce_bytes * sizes.local(sizes.head, "gradients")}
 
 
-def _kept_logits(sizes: Sizes, on_gpu: bool) -> float:
-    """Of the loss, while layers are differentiated: on TPUs nothing where these save all."""
-    if keeps_all(sizes) and not on_gpu:
-        return 0.0
-    return loss_memory.kept_logits(sizes.run, on_gpu=on_gpu)
-
-
 def _rounds_later(sizes: Sizes) -> bool:
     """Whether the head's gradient is rounded behind the loss: in ZeRO-1, whose devices have whole
     gradients and update shares. The loss counts its sum in fp32."""
@@ -353,10 +345,11 @@ def _turns_weights(sizes: Sizes) -> bool:
 
 
 def _turned(sizes: Sizes) -> float:
-    """Weights of all layers that XLA:TPU copies into another layout: where several loops read them
-    (`model.layers`), of neighbours of one kind in periods and in what is left of one; attention's
-    and the experts' where these are not gathered; and on one device attention's, where layers are
-    run again and heads fill lanes. Not those of the host, nor those that `_copies` has."""
+    """Weights of all layers that XLA:TPU copies into another layout. Where layers are a loop over
+    periods, several loops read them (`model.layers`): of neighbours of one kind, and of what is
+    left of a period. Else, of a mixture whose weights are not gathered, attention's and the
+    experts'. Else on one device attention's, where layers are run again and heads fill lanes. Not
+    those of the host, nor those that `_copies` has."""
     if sizes.run.offload.parameters:
         return 0.0
     if _periods(sizes) > 1:
@@ -370,14 +363,17 @@ def _turned(sizes: Sizes) -> float:
     return 0.0
 
 
-def _turned_table(sizes: Sizes) -> float:
-    """While periods of layers are differentiated XLA:TPU has a copy of a whole tied table in fp32,
-    and not its gradient yet: as compiled with Gemma-2 in ZeRO-1."""
+def _turned_table(sizes: Sizes, common: dict[str, float]) -> dict[str, float]:
+    """While periods of layers are differentiated XLA:TPU has a copy of a tied table that is whole
+    on each device, and not its gradient yet: as compiled with Gemma-2 in ZeRO-1."""
     whole = sizes.run.model.tied_head and not sizes.axes_of("embed", "parameters")
     if not whole or _periods(sizes) == 1 or is_one_device(sizes.run):
-        return 0.0
-    gradient = sizes.reduce_bytes * sizes.local(sizes.head, "gradients")
-    return sizes.param_bytes * sizes.local(sizes.head, "parameters") - gradient
+        return {}
+    found = {"a turned table": sizes.param_bytes * sizes.local(sizes.head, "parameters")}
+    if held := common.get("gradients"):
+        later = sizes.reduce_bytes * sizes.local(sizes.head, "gradients")
+        found["gradients"] = held - later
+    return found
 
 
 def _parameter_bytes(sizes: Sizes, names: Sequence[str]) -> float:
@@ -512,13 +508,17 @@ def _layer(sizes: Sizes, program: Program) -> float:
 
 def _blocks_of_keys(sizes: Sizes) -> float:
     """Gradients of all queries that there are at a time on TPUs. The kernel writes one for each
-    block of its keys. Where it takes slices of these, those of all wait for their sum, each of the
-    queries that see its slice. Other attention has 2 arrays of their size."""
-    run = sizes.run
-    given = _num_keys(sizes), run.model.head_dim, sizes.compute_bytes
-    if run.attention.implementation not in ("auto", "splash") or not splash.takes(given[0]):
+    block of its keys. Where it takes slices of these, those of all slices wait for their sum, each
+    of the queries that see any of its keys. Other attention has 2 arrays of their size."""
+    run, num_keys = sizes.run, _num_keys(sizes)
+    model, given = run.model, (num_keys, run.model.head_dim, sizes.compute_bytes)
+    if run.attention.implementation not in ("auto", "splash") or not splash.fits_lanes(num_keys):
         return 2.0
-    return splash.query_gradients(*given) * (splash.slices(*given) + 1) / 2
+    size = num_keys // splash.num_slices(*given)
+    windowed = all(is_local(kind) for kind in model.layer_kinds)
+    reach = size + model.window if windowed else num_keys
+    seeing = sum(min(num_keys - first, reach) for first in range(0, num_keys, size))
+    return splash.num_query_gradients(*given) * seeing / num_keys
 
 
 def _num_keys(sizes: Sizes) -> int:

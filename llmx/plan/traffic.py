@@ -344,8 +344,8 @@ def _of_layers(
     run, layers = sizes.run, passes.blocks if leaf.in_blocks else passes.first
     of_one = sizes.mesh["stage"] if leaf.in_blocks else 1
     numbers = sizes.whole(leaf) * of_one / leaf.shape[0]  # of a layer
-    peeled = on_gpu and gathers_ahead(run)
-    again = _layers_again(sizes.stacks[-1 if leaf.in_blocks else 0].run, peeled)
+    stack = sizes.stacks[-1 if leaf.in_blocks else 0].run
+    again = _layers_again(stack, written_out=on_gpu and gathers_ahead(run))
     # Weights of attention, in heads, have another layout in each pass.
     shared = passes.shared * ("/mlp/" in leaf.name)
     gathered = (passes.forward + passes.backward - shared) * layers
@@ -380,17 +380,17 @@ def _kept_whole(run: Config) -> float:
     return sum(of.saved is None for of in policies) / len(policies)
 
 
-def _layers_again(run: Config, peeled: bool = False) -> int:
+def _layers_again(run: Config, *, written_out: bool = False) -> int:
     """Layers of a pass that are run once more before the backward pass, by segments or "part".
-    `peeled`: XLA:GPU writes out the loop over a segment of two layers, and then leaves out the last
-    as `_ends_alone` has it."""
+    `written_out`: loops of two turns are (`gathers_ahead`). Nothing takes the result of the last
+    layer of such a segment, and XLA:GPU leaves it out, in pipelines, too."""
     chunk = max(utilization.chunks_of(run), default=run.model.num_layers)
     if remat.keeps_input(run.remat):
         return chunk
     chunks = utilization.chunks_of(run)
     segments = remat_costs.segments(run.model, run.remat, chunks)
     return sum(
-        end - first - (_ends_alone(run, first, end) or (peeled and end - first == WRITTEN_OUT))
+        end - first - (_ends_alone(run, first, end) or (written_out and end - first == WRITTEN_OUT))
         for first, end in segments if first < chunk
     )  # fmt: skip
 
@@ -579,7 +579,7 @@ def _over_expert(sizes: Sizes, passes: Passes, peeled: bool) -> Iterator[Message
     """Rows on their way to the devices of their experts, and back. `peeled`: of `_layers_again`."""
     if not sizes.run.model.num_experts:
         return
-    again = passes.backward * _layers_again(sizes.stacks[-1].run, peeled)
+    again = passes.backward * _layers_again(sizes.stacks[-1].run, written_out=peeled)
     for purpose, num_bytes, forward, backward in experts.exchanges(sizes):
         count = passes.blocks * (passes.forward * forward + passes.backward * backward)
         count += again * forward

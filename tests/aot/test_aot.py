@@ -294,15 +294,17 @@ def test_gpus_save_one_microbatch_at_a_time():
     run.model.num_layers, run.batch.accumulation = 8, 4
     run.mesh, run.sharding.layout = config.MeshConfig(data=1, fsdp=8), "zero3"
     compiled = compiler.compile(run, "h100:8")
-    # Layers, rows and positions of a device, width: in fp32, two for each of a layer's norms.
+    # Layers, rows and positions of a device, width: in fp32, two for each of a layer's norms, as
+    # with one microbatch. A body of two had twice as many.
     saved = sum(each.count for each in compiled.largest if each.shape == "f32[8,8,256,256]")
     assert saved == 2 * 2
+    # And what is listed adds up to the peak.
     listed = sum(each.bytes for each in compiled.largest)
     assert listed == pytest.approx(compiled.memory.peak, rel=0.001)
 
 
 @pytest.mark.aot
-@pytest.mark.full_grid  # `test_too_large_is_a_result` has other programs
+@pytest.mark.full_grid  # of a TPU also in `test_too_large_is_a_result`, of GPUs in the test above
 def test_arrays_add_up_to_the_peak():
     result = compiler.compile(tiny(batch_size=1024), "v5p:2x2x1")
     assert result.memory.peak > GIB / 4

@@ -578,7 +578,8 @@ def test_a_lost_host_is_restored_from_its_neighbor_end_to_end(tmp_path):
     assert code == 75 and "grace_seconds=0.01 are over before the save is complete" in said, said
     assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
     safe = int(re.search(r"the newest checkpoint is that of step (\d+)", said)[1])
-    assert newest <= safe <= max(whole_steps(root))
+    # What runs beside step 11 may be cut off, but not all that this run has saved.
+    assert min(newest + 1, 8) <= safe <= max(whole_steps(root)), said
     newest = max(whole_steps(root))
 
     said = cluster.run("run", tier)

@@ -130,7 +130,8 @@ def undisturbed(scratch):
 
 
 def test_as_many_devices_in_other_processes(scratch, undisturbed):
-    """Bit for bit the same losses; and a checkpoint of four processes goes on in one."""
+    """Bit for bit the same losses; and a checkpoint of four processes goes on in one.
+    tests/checkpoint/test_checkpointer.py has other numbers of processes."""
     wanted = losses(undisturbed)
     train(scratch, scratch / "one", 1)
     assert losses(scratch / "one") == wanted

@@ -87,14 +87,29 @@ def test_what_is_admitted_fits():
         counted = (1 + error.peak) * program.peak
         assert program.peak <= limit or counted > search.ADMITTED * limit, program.name
     low = [program.name for program, error in found if error.peak < search.ADMITTED - 1]
-    assert len(found) >= 190 and len(low) <= 0.07 * len(found), low
+    assert len(found) >= 280 and len(low) <= 0.07 * len(found), low
 
 
 def test_peak_memory_of_programs_that_were_drawn_on_average():
-    """Of those that take 2 GiB of a device and more."""
+    """Of those that take 2 GiB of a device and more. One is 12% off (`FURTHER_OFF`)."""
     large = [name for name, program in DRAWN_BY_NAME.items() if program.peak >= 2 * 2**30]
-    found = [abs(errors(name).peak) for name in large]
-    assert len(large) >= 16 and np.mean(found) <= 0.05 and max(found) <= 0.09
+    *others, last = sorted(abs(errors(name).peak) for name in large)
+    assert len(large) >= 90 and np.mean([*others, last]) <= 0.03
+    assert max(others) <= 0.09 and last <= 0.125
+
+
+# What is known not to be counted (docs/plan.md): of a program's peak, and of its bytes.
+FURTHER_OFF = {
+    # Untied tables, whole and summed in fp32 over microbatches: their gradients are not apart.
+    ("llama3_8b", "v5p:2x2x1", "sharding.layout=ddp", "batch.accumulation=4"): (0.125, 0.02),
+    # XLA:TPU rounds 2,048 positions of a reduce-scatter over `tensor` up to 2,112.
+    ("gemma3_1b", "v5e:2x4", "mesh.tensor=4", "sharding.layout=zero1"): (0.02, 0.031),
+}
+
+
+def known(program):
+    of = {program.config, program.topology, *program.flags}
+    return next((far for names, far in FURTHER_OFF.items() if of.issuperset(names)), (0.0, 0.02))
 
 
 @pytest.mark.parametrize("name", DRAWN_BY_NAME)
@@ -104,15 +119,15 @@ def test_programs_that_were_drawn(name):
     found, program = errors(name), DRAWN_BY_NAME[name]
     run, topology = compiled_programs.resolved(program, ROOT / "configs")
     whole = max(topology.hbm_bytes, program.peak)
-    assert abs(found.peak) * program.peak <= (0.02 if program.peak < whole else 0.08) * whole
+    within = abs(found.peak) * program.peak <= (0.02 if program.peak < whole else 0.08) * whole
+    assert within or abs(found.peak) <= known(program)[0]
     # XLA:TPU may scatter what is counted as summed of the head's gradient, see `plan.uncertain`.
     head = sizes.of(run).head.name
     half = {
         ",".join(one.axes): one.sent / 2 for one in exchange.on(sizes.of(run), topology)
         if topology.platform == "tpu" and (one.name, one.kind) == (head, "all-reduce")
     }  # fmt: skip
-    # On 64 chips of v5e gradients are summed, and XLA:TPU fills heads up in what it sums.
-    allowed = 0.03 if program.topology == "v5e:8x8" and run.mesh.fsdp == 64 else 0.02
+    allowed = known(program)[1]
     for axes, error in found.sent.items():
         sent = program.sent.get(axes, 1.0)
         assert abs(error) <= allowed or abs(error * sent - half.get(axes, 0.0)) <= 0.02 * sent, axes

@@ -422,3 +422,47 @@ def test_what_is_uncertain_is_said():
     )
     many = _run(mesh__fsdp=8, **experts, model__num_layers=24)
     assert not any("mixture" in line for line in said(many, V5P))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "keys", "passes", "left_out"),
+    [
+        (8, dict(mesh__fsdp=8), 1, 4),  # four segments of two
+        (9, dict(mesh__fsdp=8), 1, 0),  # of three
+        (8, dict(mesh__fsdp=4, mesh__tensor=2), 1, 0),  # nothing is gathered ahead
+        (8, dict(mesh__fsdp=4, mesh__stage=2, batch__accumulation=4), 5, 4),  # chunks, in ticks
+    ],
+)
+def test_gpus_do_not_run_the_last_of_two_layers_again(num_layers, keys, passes, left_out):
+    """They write out a loop of two turns where they gather weights ahead."""
+    whole = num_layers * keys.get("mesh__stage", 1)
+    keys |= dict(model__num_layers=whole, pipeline__schedule="1f1b", remat="sqrt")
+    counted = sizes.of(_run(**keys))
+
+    def gathered(topology):
+        return [
+            one.count for one in exchange.on(counted, topology)
+            if one.kind == "all-gather" and one.name.endswith("mlp/up/kernel")
+        ]  # fmt: skip
+
+    assert gathered(V5P) == [passes * 3 * num_layers]
+    assert gathered(H100) == [passes * (3 * num_layers - left_out)]
+
+
+@pytest.mark.parametrize(
+    ("width", "kind"), [(2048, "all-reduce"), (2304, "all-gather")], ids=["16 MiB", "more"]
+)
+def test_small_weights_are_summed_over_a_large_slice_of_v5e(width, kind):
+    """In place of a gather: where sums of gradients are not exchanged either."""
+    keys = dict(model__num_kv_heads=8, model__num_heads=16, model__head_dim=512)
+    run = _run(width, mesh__fsdp=64, batch__size=64, **keys)
+    counted = sizes.of(run)
+
+    def of_keys(name):
+        return [
+            one.kind for one in exchange.on(counted, topologies.parse(name))
+            if one.purpose == "weights" and one.name.endswith("attention/key/kernel")
+        ]  # fmt: skip
+
+    assert of_keys("v5e:8x8") == [kind]
+    assert of_keys("v5p:4x4x4") == of_keys("h100:8x8") == ["all-gather"]

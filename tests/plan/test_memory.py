@@ -174,8 +174,8 @@ def test_eight_bit_moments_take_a_scale_for_32_numbers(fsdp):
     assert memory.state(sizes.of(run))["optimizer"] == pytest.approx(held, rel=0.02)
 
 
-def _loss(chunks, *, on_gpu):
-    run = _resolved(mesh__fsdp=2, loss__chunks=chunks, **LARGE_LOSS)
+def _loss(chunks, *, on_gpu, remat="none"):
+    run = _resolved(mesh__fsdp=2, loss__chunks=chunks, remat=remat, **LARGE_LOSS)
     held = memory.of(sizes.of(run), on_gpu=on_gpu)
     forward, backward = (held.peaks[name] for name in (memory.END_OF_FORWARD, memory.BACKWARD))
     of_logit = (2**17 // 2 // 4) * 2**13 // chunks  # numbers of an array of a chunk's logits
@@ -202,9 +202,9 @@ def test_the_gradient_of_logits_is_beside_them():
 
 
 def test_logits_of_one_chunk_stay():
-    """On GPUs their gradients, in bf16."""
+    """Where layers are run again. On GPUs their gradients, in bf16."""
     for on_gpu in (False, True):
-        _, kept, logits = _loss(1, on_gpu=on_gpu)
+        _, kept, logits = _loss(1, on_gpu=on_gpu, remat="full")
         assert kept == (2 if on_gpu else 4) * logits
 
 

@@ -177,7 +177,7 @@ EXTREMES = [
         dict(fsdp=8, family="gpt2", remat="full", chunks=3),
         dict(data=2, fsdp=4, layout="hsdp", gather="step", accumulation=2, chunks=3),
         dict(tensor=8, layout="ddp", replicate_kv=True, accumulation=2),
-        dict(sequence=8, remat="names"),
+        dict(sequence=8, remat="names"),  # tests/model/attention/test_ring.py has windows
         dict(expert=4, tensor=2, family="mixtral", remat="full"),
         dict(
             data=2,

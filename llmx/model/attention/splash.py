@@ -50,7 +50,7 @@ def _refuse(mask: Mask, device_kind: str) -> None:
         raise NotImplementedError(f"the splash kernel runs on TPUs, not on {device_kind!r}")
     if mask.ahead is None:
         raise NotImplementedError("the splash kernel takes rows of tokens in order only")
-    if T % LANES or S % LANES:
+    if not (fits_lanes(T) and fits_lanes(S)):
         raise NotImplementedError(f"{T} queries and {S} keys are not multiples of {LANES}")
 
 
@@ -175,19 +175,19 @@ def _slice_of_keys(num_keys: int, row_width: int, device_kind: str) -> int:
     return max(n for n in range(LANES, min(num_keys, most) + 1, LANES) if num_keys % n == 0)
 
 
-def takes(num_keys: int) -> bool:
-    """Whether the kernel takes so many keys."""
-    return num_keys % LANES == 0
+def fits_lanes(num_rows: int) -> bool:
+    """Whether the kernel takes so many queries or keys."""
+    return num_rows % LANES == 0
 
 
-def slices(num_keys: int, head_dim: int, itemsize: int) -> int:
+def num_slices(num_keys: int, head_dim: int, itemsize: int) -> int:
     """Calls of the backward kernel, each of a slice of the keys that it takes."""
     return num_keys // _slice_of_keys(num_keys, _row_width(head_dim, itemsize), "")
 
 
-def query_gradients(num_keys: int, head_dim: int, itemsize: int) -> int:
+def num_query_gradients(num_keys: int, head_dim: int, itemsize: int) -> int:
     """Gradients of all queries that such a call writes, one for each block of its keys, with
-    `OTHER_BLOCKS`: those of the chips in `BLOCKS` are as many, but of lengths like 3,072."""
+    `OTHER_BLOCKS`. For most lengths those in `BLOCKS` are as many, for others (3,072) not."""
     row_width = _row_width(head_dim, itemsize)
     size = _slice_of_keys(num_keys, row_width, "")
     compute = _fitting(OTHER_BLOCKS.key_backward_compute, size, LANES, row_width)
