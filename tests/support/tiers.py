@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Mapping
 
 import pytest
 
-LIMIT, LONGEST = 1.5, 4.0  # CPU seconds
+LIMIT, LONGEST = 1.0, 4.0  # CPU seconds
 SLOW, FULL_GRID = "slow", "full_grid"
 LISTED = pathlib.Path(__file__).parents[1] / "slow_cases.txt"
 # What `pytest` stores where it collects all tests: the names of the list that no test has.
