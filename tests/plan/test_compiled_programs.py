@@ -141,11 +141,11 @@ def of_golden(path):
 
 def test_programs_of_few_devices():
     """One TPU or GPU, two, or whole parameters on each: where little or nothing is gathered. GPT-2
-    on one v5e, of 2.5 GiB, is 15% off (docs/plan.md)."""
+    on one v5e, of 2.5 GiB, is 9% off (docs/plan.md)."""
     found = of_golden(ROOT / "tests" / "golden" / "few_devices.jsonl")
     *others, last = sorted(abs(one.peak) for _, one in found)
     assert len(found) >= 40 and np.mean([abs(one.peak) for _, one in found]) <= 0.03
-    assert max(others) <= 0.08 and last <= 0.16
+    assert max(others) <= 0.08 and last <= 0.095
     assert np.mean([abs(one.step) for _, one in found]) <= 0.1
     assert all(abs(error) <= 0.02 for _, one in found for error in one.sent.values())
 
