@@ -17,7 +17,6 @@ Letters: as in `llmx.model.costs`.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Sequence
 
@@ -29,13 +28,11 @@ from llmx.config.state_memory import leaves
 from llmx.model import quantization, remat, remat_costs
 from llmx.model.attention import splash
 from llmx.model.families import ModelConfig, is_local
-from llmx.plan import exchange, experts, head_memory, orthogonal
+from llmx.plan import exchange, experts, head_memory, orthogonal, periods
 from llmx.plan.sizes import Sizes
-from llmx.plan.traffic import WRITTEN_OUT
 
 FP32 = 4
 IN_FLIGHT = 2  # shares of new parameters that are being gathered, on GPUs
-MOST_BODIES = 3  # as many as were seen
 WHOLE_HEADS = 3  # gradients of the head at a time, with gather="step" and one microbatch
 END_OF_FORWARD, BACKWARD, UPDATE = "end of forward", "backward", "update"
 
@@ -287,10 +284,11 @@ def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -
     layers after it where weights are gathered, or layers are a loop over periods."""
     held, chunks = common.get("gradients", 0.0), utilization.loss_chunks(sizes.run)
     gathers = program is GPU and sizes.axes_of("embed", "parameters")
-    several = program is GPU and sizes.run.batch.accumulation > 1 and _periods(sizes) > 1
+    several = program is GPU and sizes.run.batch.accumulation > 1 and periods.number(sizes) > 1
     if is_one_device(sizes.run) or ((keeps_all(sizes) or several) and not gathers):
         return {"gradients": 0.0}
-    if held and program is TPU and (sizes.axes_of("embed", "parameters") or _periods(sizes) > 1):
+    later = sizes.axes_of("embed", "parameters") or periods.number(sizes) > 1
+    if held and program is TPU and later:
         if padded := head_memory.padded_tables(sizes, program.lanes):
             # They are there from the beginning, and nothing that the backward pass makes.
             return {
@@ -352,7 +350,7 @@ def _turned(sizes: Sizes) -> float:
     those of the host, nor those that `_copies` has."""
     if sizes.run.offload.parameters:
         return 0.0
-    if _periods(sizes) > 1:
+    if periods.number(sizes) > 1:
         already = TPU.copied if sizes.axes_of("embed", "parameters") else ()
         return _parameter_bytes(sizes, [name for name in _TURNED if name not in already])
     if sizes.run.model.num_experts and not sizes.axes_of("embed", "parameters"):
@@ -367,7 +365,7 @@ def _turned_table(sizes: Sizes, common: dict[str, float]) -> dict[str, float]:
     """While periods of layers are differentiated XLA:TPU has a copy of a tied table that is whole
     on each device, and not its gradient yet: as compiled with Gemma-2 in ZeRO-1."""
     whole = sizes.run.model.tied_head and not sizes.axes_of("embed", "parameters")
-    if not whole or _periods(sizes) == 1 or is_one_device(sizes.run):
+    if not whole or periods.number(sizes) == 1 or is_one_device(sizes.run):
         return {}
     found = {"a turned table": sizes.param_bytes * sizes.local(sizes.head, "parameters")}
     if held := common.get("gradients"):
@@ -388,17 +386,9 @@ def _parameter_bytes(sizes: Sizes, names: Sequence[str]) -> float:
 def _of_period(sizes: Sizes, saved_bytes: float) -> float:
     """On GPUs, where kinds of layers repeat a period: what a period saved, read from all layers',
     and the gradients of its weights, before and behind the loops over them."""
-    if (num := _periods(sizes)) == 1:
+    if (num := periods.number(sizes)) == 1:
         return 0.0
     return (saved_bytes + 2 * _gradients_of_layers(sizes)) / num
-
-
-def _periods(sizes: Sizes) -> float:
-    """How many periods of several kinds of layers there are, with a part of one behind the last; 1
-    where there is no loop over them."""
-    model = sizes.run.model
-    period = remat.period_of(model.block_kinds)
-    return 1.0 if period == 1 or model.num_blocks < 2 * period else model.num_blocks / period
 
 
 def _casts(sizes: Sizes) -> bool:
@@ -441,39 +431,11 @@ def _rounded_table(sizes: Sizes, name: str) -> float:
     return sizes.compute_bytes * sum(sizes.whole(leaf) for leaf in tables)
 
 
-def share_in_loops(sizes: Sizes) -> float:
-    """The share of layers that are in a loop of their own within that over periods."""
-    if _periods(sizes) == 1:
-        return 0.0
-    kinds = sizes.run.model.layer_kinds
-    period, rest = _series(sizes.run.model)
-    whole = len(kinds) // remat.period_of(kinds)
-    in_loops = lambda series: sum(num for num in series if num > WRITTEN_OUT)  # noqa: E731
-    return (whole * in_loops(period) + in_loops(rest)) / len(kinds)
-
-
-def _series(model: ModelConfig) -> tuple[list[int], list[int]]:
-    """How many neighbours of one kind follow one another in a period, and behind the last whole
-    one."""
-    kinds, period = model.layer_kinds, remat.period_of(model.layer_kinds)
-    parts = kinds[:period], kinds[len(kinds) - len(kinds) % period :]
-    return tuple([len(list(of)) for _, of in itertools.groupby(part)] for part in parts)
-
-
-def _bodies(model: ModelConfig) -> int:
-    """How many layers XLA:GPU has at a time, `MOST_BODIES` or fewer. Neighbours of one kind are a
-    loop, in a period and behind the last whole one; of the loops behind one another one runs, while
-    those of one or two turns are written out, and begin before the others are done."""
-    series = [num for part in _series(model) for num in part]
-    found = sum(num <= WRITTEN_OUT for num in series) + any(num > WRITTEN_OUT for num in series)
-    return min(found, MOST_BODIES)
-
-
 def _layer(sizes: Sizes, program: Program) -> float:
     """One layer that is run again and differentiated."""
     model, tensor = sizes.run.model, sizes.mesh["tensor"]
     mlp_dim = remat_costs.mlp_dim(model)
-    bodies = _bodies(model) if program.bodies else 1
+    bodies = periods.bodies(model) if program.bodies else 1
     gathers = sizes.axes_of("embed", "parameters") and sizes.run.sharding.gather == "layer"
     several = sizes.run.batch.accumulation > 1
     if _alone(sizes, program) or (several and not gathers):

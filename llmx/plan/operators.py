@@ -28,7 +28,7 @@ from llmx.data import pairs
 from llmx.model import costs, quantization, quantized, ranks, remat, remat_costs
 from llmx.model.attention import blockwise, cudnn, splash
 from llmx.model.families import is_local
-from llmx.plan import experts, gemm, memory, orthogonal, traffic
+from llmx.plan import experts, gemm, memory, orthogonal, periods, traffic
 from llmx.plan.gemm import Core
 from llmx.plan.sizes import Sizes
 from llmx.step import moments, optimizers
@@ -432,7 +432,7 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     passes = moved.kept if alone else moved.saves
     if traffic.passes_of(sizes.run).shared:
         passes = moved.slots
-    times = passes[index] + moved.nested[index] * memory.share_in_loops(sizes)
+    times = passes[index] + moved.nested[index] * periods.share_in_loops(sizes)
     yield SAVES, times * device.saved, 1.0
     if index:
         gradients = sum(sizes.local(leaf, "gradients") for leaf in sizes.weights)

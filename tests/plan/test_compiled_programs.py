@@ -91,8 +91,8 @@ def test_what_is_admitted_fits():
 
 
 def test_peak_memory_of_programs_that_were_drawn_on_average():
-    """Of those that take 2 GiB of a device and more. One is 12% off (`FURTHER_OFF`), and PipeDream-2BW
-    with a layer in each of two stages 9.4%."""
+    """Of those that take 2 GiB of a device and more. One is 12% off (`FURTHER_OFF`), and
+    PipeDream-2BW with a layer in each of two stages 9.4%."""
     large = [name for name, program in DRAWN_BY_NAME.items() if program.peak >= 2 * 2**30]
     *others, of_2bw, last = sorted(abs(errors(name).peak) for name in large)
     assert len(large) >= 90 and np.mean([*others, of_2bw, last]) <= 0.03
