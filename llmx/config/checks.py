@@ -70,8 +70,9 @@ def resolve(
     except ValueError as error:
         raise ConfigError([*found, str(error)]) from error
     found += _sections(config)
-    if list(bounds.problems(config.model, "model.")):  # no parameters have such shapes
-        raise ConfigError(found)
+    no_blocks = config.model.is_decoder and config.model.num_first >= config.model.num_layers
+    if no_blocks or list(bounds.problems(config.model, "model.")):
+        raise ConfigError(found)  # no parameters have such shapes
     found += [*_mesh(config, num_devices), *_start(config)]
     of_decoder = (
         adapter_checks, pruning_checks, quantization_checks, packed_checks, distillation_checks

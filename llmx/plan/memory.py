@@ -217,18 +217,21 @@ def _kv_heads(sizes: Sizes) -> float:
     return sizes.run.model.num_kv_heads / sizes.size(sizes.axes_of("kv_heads", "activations"))
 
 
-def _input_bytes(sizes: Sizes) -> float:
-    """Of a layer's input."""
-    return sizes.compute_bytes * sizes.tokens_between * sizes.run.model.width
-
-
 def _segment(sizes: Sizes) -> float:
-    """A segment of layers that is run again: their inputs, a copy of their weights, and their
-    gradients, before these are written to where those of all layers are."""
-    segments = remat_costs.segments(sizes.run.model, sizes.run.remat)
-    size = max((end - first for first, end in segments), default=0)
-    of_layers = _weights_of_layers(sizes) + _gradients_of_layers(sizes)
-    return size * (_input_bytes(sizes) + of_layers / sizes.run.model.num_layers)
+    """A segment of layers that is run again: what they save then, a copy of their weights, and
+    their gradients, before these are written to where those of all layers are."""
+    model, policies = sizes.run.model, remat_costs.policies(sizes.run.model, sizes.run.remat)
+    input_bytes = sizes.compute_bytes * model.width
+    of_weights = _weights_of_layers(sizes) + _gradients_of_layers(sizes)
+    of_layer = {
+        policy: input_bytes * sizes.tokens_between + of_weights / model.num_layers
+        + (remat_costs.saved_bytes(model, policy, sizes.compute_bytes, sizes.run.offload.saves)
+           - input_bytes) * sizes.tokens / sizes.mesh["tensor"]
+        for policy in set(policies)
+    }  # fmt: skip
+    segments = remat_costs.segments(model, sizes.run.remat)
+    held = (sum(of_layer[policies[n]] for n in range(*segment)) for segment in segments)
+    return max(held, default=0.0)
 
 
 def _weights_of_layers(sizes: Sizes) -> float:

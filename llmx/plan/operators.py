@@ -18,6 +18,7 @@ Letters: as in `llmx.model.costs`.
 import collections
 import dataclasses
 import functools
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -177,7 +178,8 @@ class _Device:
     @property
     def ring_steps(self) -> int:
         """Of attention's ring over `sequence`; 1 = there is none."""
-        return self.sizes.mesh["sequence"] // self.sizes.run.attention.ulysses
+        sequence = self.sizes.mesh["sequence"]  # 1 = `ulysses` splits nothing
+        return sequence // math.gcd(sequence, self.sizes.run.attention.ulysses)
 
     def again_of(self, name: str) -> float:
         """How often the backward pass repeats a product, by the name of `of_layer`: the first of

@@ -114,7 +114,11 @@ def _is_counted(config: Config, topology: Topology) -> bool:
 
 def _refusal(run: Config, topology: Topology) -> str:
     """Why a run is not counted, with the remedy; "" if it is."""
-    return candidates.refusal(run) or experts.refusal(run, topology.device_kind)
+    return (
+        candidates.refusal(run)
+        or candidates.of_attention(run, topology)
+        or experts.refusal(run, topology.device_kind)
+    )
 
 
 def count(run: Config, topology: Topology, *, phase: str = "") -> tuple[Memory, list[Message]]:

@@ -383,16 +383,19 @@ def _kept_whole(run: Config) -> float:
 def _layers_again(run: Config, *, written_out: bool = False) -> int:
     """Layers of a pass that are run once more before the backward pass, by segments or "part".
     `written_out`: loops of two turns are (`gathers_ahead`). Nothing takes the result of the last
-    layer of such a segment, and XLA:GPU leaves it out, in pipelines, too."""
+    layer of such a segment, and XLA:GPU leaves it out where it saves nothing, in pipelines, too."""
     chunk = max(utilization.chunks_of(run), default=run.model.num_layers)
     if remat.keeps_input(run.remat):
         return chunk
     chunks = utilization.chunks_of(run)
     segments = remat_costs.segments(run.model, run.remat, chunks)
-    return sum(
-        end - first - (_ends_alone(run, first, end) or (written_out and end - first == WRITTEN_OUT))
-        for first, end in segments if first < chunk
-    )  # fmt: skip
+    policies = remat_costs.policies(run.model, run.remat, chunks)
+
+    def left_out(first: int, end: int) -> bool:
+        alike = written_out and end - first == WRITTEN_OUT and policies[end - 1].saved == set()
+        return alike or _ends_alone(run, first, end)
+
+    return sum(end - first - left_out(first, end) for first, end in segments if first < chunk)
 
 
 def _ends_alone(run: Config, first: int, end: int) -> bool:

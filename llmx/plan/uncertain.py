@@ -9,6 +9,7 @@ from llmx.aot.report import size
 from llmx.aot.topologies import Topology
 from llmx.config import Config, state_memory, utilization
 from llmx.config.axes import is_one_device
+from llmx.model.attention import splash
 from llmx.plan import sizes, traffic
 from llmx.plan.sizes import Sizes
 from llmx.plan.traffic import Message
@@ -31,8 +32,8 @@ def of(run: Config, topology: Topology, sent: Sequence[Message], step: float) ->
         found += _of_stages(run)
     if run.model.num_experts and run.model.num_layers < FEW:
         found.append(
-            "a mixture of few layers, of which experts are most: memory up to an eighth more, time "
-            "up to a fifth more"
+            "a mixture of few layers, of which experts are most: memory an eighth more or less, "
+            "time a fifth more or less"
         )
     if run.products.format == "fp8" and topology.platform == "gpu":
         found.append(
@@ -50,6 +51,8 @@ def of(run: Config, topology: Topology, sent: Sequence[Message], step: float) ->
         found.append("the time on one TPU: a fifth more or less, in fp32 half as much")
     if topology.platform == "tpu" and run.pipeline.schedule.startswith("zb"):
         found.append("the time of a zero-bubble schedule on TPUs: once half as long again")
+    if of_attention := _not_by_kernel(run, topology):
+        found.append(of_attention)
     if run.model.ngram_tables:
         found.append("memory, traffic and time of the tables of n-grams: they are not counted")
     numbers = sum(leaf.numbers for leaf in state_memory.leaves(run.model))
@@ -60,6 +63,17 @@ def of(run: Config, topology: Topology, sent: Sequence[Message], step: float) ->
     if run.sync.strategy in _STRATEGIES:
         found.append(f"the time of sync.strategy={run.sync.strategy}: 13% more or less")
     return found
+
+
+def _not_by_kernel(run: Config, topology: Topology) -> str:
+    """Of attention whose scores go through memory: asked for, or as no kernel of a TPU takes the
+    sequence."""
+    name, length = run.attention.implementation, run.batch.sequence_length
+    if name == "auto" and topology.platform == "tpu" and not splash.fits_lanes(length):
+        name = f"blockwise (batch.sequence_length={length} is no multiple of 128)"
+    elif name not in ("blockwise", "reference"):
+        return ""
+    return f"attention by {name}: counted is a kernel; memory up to four times as much, time twice"
 
 
 def _of_head(counted: Sizes, topology: Topology, sent: Sequence[Message]) -> Iterator[str]:

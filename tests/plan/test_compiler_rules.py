@@ -7,7 +7,17 @@ import pytest
 from llmx import config
 from llmx.aot import topologies
 from llmx.config import checks, loss_memory
-from llmx.plan import exchange, machines, memory, operators, sizes, traffic, uncertain
+from llmx.plan import (
+    candidates,
+    exchange,
+    machines,
+    memory,
+    operators,
+    sizes,
+    step_time,
+    traffic,
+    uncertain,
+)  # fmt: skip
 
 V5E, V5P, H100 = (topologies.parse(name) for name in ("v5e:2x4", "v5p:2x2x2", "h100:8"))
 
@@ -466,3 +476,53 @@ def test_small_weights_are_summed_over_a_large_slice_of_v5e(width, kind):
 
     assert of_keys("v5e:8x8") == [kind]
     assert of_keys("v5p:4x4x4") == of_keys("h100:8x8") == ["all-gather"]
+
+
+def test_a_second_layer_that_saves_something_is_run_again():
+    keys = dict(mesh__fsdp=8, model__num_layers=8)
+
+    def gathered(remat):
+        (found,) = [
+            one.count for one in exchange.on(sizes.of(_run(remat=remat, **keys)), H100)
+            if one.kind == "all-gather" and one.name.endswith("mlp/up/kernel")
+        ]  # fmt: skip
+        return found
+
+    assert gathered("sqrt") == gathered("sqrt+full") == 20
+    assert gathered("sqrt+names") == gathered("sqrt+attention") == 24
+
+
+@pytest.mark.parametrize(
+    ("machine", "keys", "words"),
+    [
+        (V5E, dict(attention__implementation="cudnn"), "runs on GPUs"),
+        (H100, dict(attention__implementation="splash"), "runs on TPUs"),
+        (V5E, dict(attention__implementation="splash", batch__sequence_length=1000), "of 128"),
+        (H100, dict(attention__implementation="cudnn"), "set data.pack=False"),
+        (H100, dict(attention__implementation="cudnn", precision="fp32"), "not float32"),
+        (H100, dict(attention__implementation="cudnn", data__pack=False), ""),
+        (H100, dict(attention__implementation="triton"), ""),
+        (V5E, dict(attention__implementation="reference"), ""),
+        (V5E, dict(batch__sequence_length=1000), ""),
+    ],
+)  # fmt: skip
+def test_kernels_that_do_not_run_are_refused(machine, keys, words):
+    found = candidates.of_attention(_run(mesh__fsdp=8, **keys), machine)
+    assert words in found and bool(found) == bool(words)
+
+
+def test_attention_through_memory_is_said_to_be_uncertain():
+    def said(**keys):
+        run = _run(mesh__fsdp=8, **keys)
+        return [one for one in uncertain.of(run, V5E, [], 1.0) if "attention by" in one]
+
+    assert said(attention__implementation="blockwise") and said(batch__sequence_length=1000)
+    assert not said() and not said(attention__implementation="splash")
+
+
+def test_without_a_sequence_axis_ulysses_splits_nothing():
+    def times(ulysses):
+        run = _run(mesh__fsdp=8, attention__ulysses=ulysses, data__pack=False)
+        return step_time.of(run, machines.parse("h100:8")).step
+
+    assert times(2) == times(1)

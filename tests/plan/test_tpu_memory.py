@@ -6,7 +6,7 @@ import pytest
 
 from llmx import config
 from llmx.config import checks, loss_memory
-from llmx.model import families
+from llmx.model import families, remat_costs
 from llmx.model.attention import splash
 from llmx.plan import memory, sizes
 
@@ -175,3 +175,19 @@ def test_norms_of_heads_take_arrays_of_a_layer_on_gpus():
 
     heads = 2 * config.default().batch.sequence_length * (16 + 4) * 128
     assert layer(True) - layer(False) == pytest.approx(memory.GPU.normed_heads * heads, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("remat", "arrays"), [("every_4+dots", "dots"), ("every_4+names", "names")]
+)
+def test_a_segment_saves_what_its_policy_says(remat, arrays):
+    """While it is run again: of its layers, and not of all."""
+    extra = _part("a segment", remat=remat) - _part("a segment", remat="every_4")
+    counted = _sizes(remat=arrays)
+    by_layer = remat_costs.saved_bytes_by_layer(
+        counted.run.model, text=arrays, loss_chunks=2, compute_bytes=2
+    )[1:-1]
+    assert extra == pytest.approx(
+        counted.tokens * sum(by_layer[:4]) - 4 * 2 * counted.tokens * 2048
+    )
+    assert extra > 0
