@@ -529,3 +529,12 @@ def test_mesh_sizes_are_checked_without_devices_too(axis, size):
     setattr(run.mesh, axis, size)
     with pytest.raises(config.ConfigError, match=f"'{axis}': {size}.* must be at least 1, or -1"):
         checks.resolve(run, None)
+
+
+def test_dense_layers_that_leave_none_with_experts_are_refused_before_shapes_are_made():
+    """Whether or not anything else fits: no parameters have such shapes."""
+    run = config.default()
+    run.model = families.preset("deepseek_v3", num_layers=2, first_dense=3)
+    run.mesh.data, run.mesh.fsdp, run.batch.size = 1, 3, 6
+    with pytest.raises(config.ConfigError, match="first_dense=3 leaves none of"):
+        checks.resolve(run, 3)
