@@ -5,9 +5,8 @@ logits are there in fp32, and beside them their gradient in the compute dtype, w
 read. XLA:TPU has that in the core's own memory where it fits, and in the logits' place in fp32. One
 chunk's logits are kept from the forward pass. XLA:GPU writes out a loop of two turns and begins the
 second before the first is done, if it gathers chunks of the head ahead (with a tied head that of
-the backward pass too); of more
-turns it has two in a body then. Its sums of the head's gradient over chunks are in fp32: the
-gradient itself where that is.
+the backward pass too); of more turns it has two in a body then. Its sums of the head's gradient
+over chunks are in fp32: the gradient itself where that is.
 """
 
 import dataclasses
@@ -96,9 +95,7 @@ def kept_logits(run: Config, *, on_gpu: bool = False) -> float:
             return compute * _tokens(run) * _rows(run) * chunks
         if gathers_ahead(run):
             return compute * (_tokens(run) + run.model.width) * _rows(run)
-    policies = remat_costs.policies(run.model, run.remat)
-    save_all = all(policy.saved is None for policy in policies)
-    if chunks > 1 or save_all or not arrays.keeps_logits:
+    if chunks > 1 or not arrays.keeps_logits or remat_costs.saves_all(run.model, run.remat):
         return 0.0
     return FP32 * _tokens(run) * _rows(run)
 

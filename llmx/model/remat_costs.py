@@ -69,6 +69,11 @@ def segments(model: ModelConfig, text: str, chunks: Sequence[int] = ()) -> list[
     return list(_segments(tuple(model.layer_kinds), text, tuple(chunks)))
 
 
+def saves_all(model: ModelConfig, text: str) -> bool:
+    """Whether all layers save everything."""
+    return all(policy.saved is None for policy in policies(model, text))
+
+
 def policies_apart(model: ModelConfig, text: str, chunks: Sequence[int] = ()) -> list[Policy]:
     """Those of `policies` whose layers are in no segment: what these save is kept from the forward
     pass."""

@@ -27,12 +27,11 @@ from llmx import config as config_lib
 from llmx import sharding
 from llmx.aot.topologies import Topology
 from llmx.config import Config, ConfigError, checks, preference_checks
-from llmx.data import pairs
-from llmx.model import precision, remat
-from llmx.model.attention import attend, cudnn, splash
+from llmx.model import remat
+from llmx.model.attention import attend, splash
 from llmx.model.quantization import AVERAGE
 from llmx.pipeline.schedules import PipelineConfig
-from llmx.plan import experts
+from llmx.plan import experts, operators
 from llmx.plan import partition as partition_lib
 from llmx.plan.partition import Layer
 
@@ -401,19 +400,14 @@ def of_adapters(config: Config) -> str:
 
 def of_attention(config: Config, topology: Topology) -> str:
     """Why attention's kernel does not run on a machine, with the remedy; "" if it does."""
-    name, model, why_not = config.attention.implementation, config.model, ""
+    name, why_not = config.attention.implementation, ""
     platforms = [of for of, names in attend.PREFERRED.items() if name in names]
     if platforms and topology.platform not in platforms:
         why_not = f"it runs on {platforms[0].upper()}s, and {topology.name} has none"
     elif name == "splash" and not splash.fits_lanes(config.batch.sequence_length):
         why_not = f"batch.sequence_length={config.batch.sequence_length} is no multiple of 128"
     elif name == "cudnn":
-        policy = precision.policy_of(config.precision, config.reduce_dtype)
-        packed = config.data.pack or config.data.format == pairs.FORMAT
-        why_not = cudnn.refusal(
-            policy.compute, model.head_dim, softcap=model.attention_softcap,
-            one_document=not packed, device_kind="NVIDIA",
-        )  # fmt: skip
+        why_not = operators.cudnn_refusal(config)
     remedy = "use attention.implementation='auto'"
     return f"attention.implementation={name!r}: {why_not}; {remedy}" if why_not else ""
 

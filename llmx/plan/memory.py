@@ -242,8 +242,7 @@ def _weights_of_layers(sizes: Sizes) -> float:
 
 def keeps_all(sizes: Sizes) -> bool:
     """Whether layers save everything: `remat="none"`."""
-    policies = remat_costs.policies(sizes.run.model, sizes.run.remat)
-    return all(policy.saved is None for policy in policies)
+    return remat_costs.saves_all(sizes.run.model, sizes.run.remat)
 
 
 def _per_token(sizes: Sizes, model: ModelConfig) -> float:
@@ -475,7 +474,8 @@ def _blocks_of_keys(sizes: Sizes) -> float:
     """Gradients of all queries that there are at a time on TPUs. The kernel writes one for each
     block of its keys. Where it takes slices of these, those of all slices wait for their sum, each
     of the queries that see any of its keys. Other attention has 2 arrays of their size."""
-    run, num_keys = sizes.run, _num_keys(sizes)
+    run = sizes.run
+    num_keys = run.batch.sequence_length // sizes.rings  # in a ring those of one device
     model, given = run.model, (num_keys, run.model.head_dim, sizes.compute_bytes)
     if run.attention.implementation not in ("auto", "splash") or not splash.fits_lanes(num_keys):
         return 2.0
@@ -484,12 +484,6 @@ def _blocks_of_keys(sizes: Sizes) -> float:
     reach = size + model.window if windowed else num_keys
     seeing = sum(min(num_keys - first, reach) for first in range(0, num_keys, size))
     return splash.num_query_gradients(*given) * seeing / num_keys
-
-
-def _num_keys(sizes: Sizes) -> int:
-    """Keys that a device's attention sees at a time, in a ring those of one device."""
-    ring = sizes.mesh["sequence"] // math.gcd(sizes.mesh["sequence"], sizes.run.attention.ulysses)
-    return sizes.run.batch.sequence_length // ring
 
 
 def _head_dim(model: ModelConfig, program: Program) -> int:

@@ -18,15 +18,14 @@ Letters: as in `llmx.model.costs`.
 import collections
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from llmx.aot import core_times
-from llmx.config import state_memory, utilization
+from llmx.config import Config, state_memory, utilization
 from llmx.config.axes import is_one_device
 from llmx.data import pairs
-from llmx.model import costs, quantization, quantized, ranks, remat, remat_costs
+from llmx.model import costs, precision, quantization, quantized, ranks, remat, remat_costs
 from llmx.model.attention import blockwise, cudnn, splash
 from llmx.model.families import is_local
 from llmx.plan import experts, gemm, memory, orthogonal, periods, traffic
@@ -174,12 +173,6 @@ class _Device:
         for policy in remat_costs.policies(model, remat.inside(run.remat)):
             found.update(remat_costs.recomputed(model, policy, run.offload.saves))
         return {name: count / model.num_layers for name, count in found.items()}
-
-    @property
-    def ring_steps(self) -> int:
-        """Of attention's ring over `sequence`; 1 = there is none."""
-        sequence = self.sizes.mesh["sequence"]  # 1 = `ulysses` splits nothing
-        return sequence // math.gcd(sequence, self.sizes.run.attention.ulysses)
 
     def again_of(self, name: str) -> float:
         """How often the backward pass repeats a product, by the name of `of_layer`: the first of
@@ -350,17 +343,21 @@ def _attention(device: _Device) -> Iterator[Operator]:
 def _by_splash(device: _Device) -> bool:
     """Whether the kernel is that of TPUs, which fills heads up to whole lanes."""
     run = device.sizes.run
-    takes = run.batch.sequence_length % splash.LANES == 0
+    takes = splash.fits_lanes(run.batch.sequence_length)
     return device.moved is TPU and takes and run.attention.implementation in ("auto", "splash")
 
 
 def _by_cudnn(device: _Device) -> bool:
     """Whether the kernel that a GPU chooses is cuDNN's."""
-    sizes, run = device.sizes, device.sizes.run
-    if run.attention.implementation not in ("auto", "cudnn"):
-        return False
-    return not cudnn.refusal(
-        sizes.policy.compute, run.model.head_dim, softcap=run.model.attention_softcap,
+    run = device.sizes.run
+    return run.attention.implementation in ("auto", "cudnn") and not cudnn_refusal(run)
+
+
+def cudnn_refusal(run: Config) -> str:
+    """Why cuDNN's attention does not take a run, on an NVIDIA GPU; "" if it does."""
+    policy = precision.policy_of(run.precision, run.reduce_dtype)
+    return cudnn.refusal(
+        policy.compute, run.model.head_dim, softcap=run.model.attention_softcap,
         one_document=not (run.data.pack or run.data.format == pairs.FORMAT),
         device_kind="NVIDIA",
     )  # fmt: skip
@@ -369,7 +366,7 @@ def _by_cudnn(device: _Device) -> bool:
 def _shares_of_cudnn(device: _Device) -> tuple[float, float]:
     """Of the peak FLOP/s that cuDNN's attention reaches, forward and backward."""
     sizes, run = device.sizes, device.sizes.run
-    length, model = run.batch.sequence_length / device.ring_steps, run.model
+    length, model = run.batch.sequence_length / device.sizes.rings, run.model
     rows = sizes.tokens / length * model.num_heads / sizes.mesh["tensor"]
     of_h200 = (
         core_times.cudnn_share(length, rows, model.head_dim, backward=backward)
@@ -427,7 +424,7 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     passes = (is_one_device(sizes.run) and moved.alone) or moved.shares
     weights = moved.weights[index] * number * of_layer + passes[index] * FP32 * shares
     yield "weights", weights, moved.launches[index]
-    if (steps := device.ring_steps) > 1:
+    if (steps := device.sizes.rings) > 1:
         queries = number * sizes.tokens * model.num_heads * model.head_dim / tensor
         yield "ring", moved.ring * steps * queries * (2 / 3 if index else 1 / 3), 1.0
     alone = sizes.mesh["stage"] == 1 and memory.keeps_all(sizes)

@@ -38,6 +38,13 @@ class Sizes:
         return self.tokens / ways
 
     @property
+    def rings(self) -> int:
+        """Devices of attention's ring over `sequence`; 1 = there is none, and without the axis
+        `attention.ulysses` splits nothing."""
+        sequence = self.mesh["sequence"]
+        return sequence // math.gcd(sequence, self.run.attention.ulysses)
+
+    @property
     def splits_positions(self) -> bool:
         """Whether the devices along `tensor` have other positions between blocks."""
         return self.run.sharding.sequence_parallel and self.mesh["tensor"] > 1

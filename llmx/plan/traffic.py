@@ -109,7 +109,7 @@ def passes_of(run: Config) -> Passes:
     # weights, and where nothing is run again those of the backward pass are not kept apart.
     alone = max(chunks) == 1 and len(chunks) == run.mesh.stage
     joined = 0
-    if alone and all(of.saved is None for of in remat_costs.policies(run.model, run.remat)):
+    if alone and remat_costs.saves_all(run.model, run.remat):
         joined = counts["joined"]
     return Passes(
         counts[FORWARD], counts[BACKWARD], max(chunks),
