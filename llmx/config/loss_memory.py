@@ -6,7 +6,7 @@ read. XLA:TPU has that in the core's own memory where it fits, and in the logits
 chunk's logits are kept from the forward pass. XLA:GPU writes out a loop of two turns and begins the
 second before the first is done, if it gathers chunks of the head ahead (with a tied head that of
 the backward pass too); of more turns it has two in a body then. Its sums of the head's gradient
-over chunks are in fp32: the gradient itself where that is.
+over chunks are in fp32: the gradient itself where that is, and is not split further.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Arrays:
     tied_logits: int
     rows: tuple[int, int, int]  # chunks of the head, gathered, in the compute dtype
     head: float  # bytes per number of a device's share of the head
-    head_fp32: float  # the same where its gradient is in fp32
+    head_fp32: float  # the same where these sums are its gradient, in fp32 and as large
     core_bytes: int  # a core's own memory
     keeps_logits: bool  # those of one chunk until the layers have their gradients
 
@@ -57,14 +57,16 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
         logits = arrays.tied_logits
     policy = precision.policy_of(run.precision, run.reduce_dtype)
     compute = policy.compute.itemsize
-    of_head = arrays.head_fp32 if policy.reduce.itemsize == FP32 else arrays.head
+    name = "embedding" if run.model.tied_head else "head"
+    head = next(leaf for leaf in leaves(run.model) if leaf.name == name)
+    numbers = Held(run).numbers(head, "parameters")
+    in_place = policy.reduce.itemsize == FP32 and numbers <= Held(run).numbers(head, "gradients")
+    of_head = arrays.head_fp32 if in_place else arrays.head
     if on_gpu and kind == 0 and is_one_device(run):
         of_head = 0.0  # it is made when the logits are gone
     if on_gpu:  # in the parameters' dtype
         of_head *= policy.param.itemsize / FP32
     tokens, rows, width = _tokens(run), _rows(run), run.model.width
-    name = "embedding" if run.model.tied_head else "head"
-    head = next(leaf for leaf in leaves(run.model) if leaf.name == name)
     of_chunk = FP32 * tokens * rows
     of_logits = gradients * compute * tokens * rows
     if not on_gpu and compute == FP32:
@@ -79,7 +81,13 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     else:
         found = logits * of_chunk + copied * compute * rows * width
         found += of_logits if of_logits > arrays.core_bytes else 0.0
-    return found + FP32 * tokens * width + of_head * Held(run).numbers(head, "parameters")
+    return found + FP32 * tokens * width + of_head * numbers
+
+
+def gradients_of_logits(run: Config) -> float:
+    """Bytes of those of a chunk, in the compute dtype."""
+    compute = precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize
+    return compute * _tokens(run) * _rows(run)
 
 
 def kept_logits(run: Config, *, on_gpu: bool = False) -> float:

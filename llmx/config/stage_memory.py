@@ -23,6 +23,7 @@ OF_MLP, OF_STREAM = 4, 4
 # XLA:GPU gathers the next layer's weights ahead, has more arrays [tokens, F] at once, and copies
 # `down` and `out` of all layers in fp32 before its loops, in another layout.
 GATHERED_ON_GPU, MORE_OF_MLP_ON_GPU, COPIED_BYTES = 2, 6, 4
+MORE_WITHOUT_GATHERS = 3  # arrays [tokens, F] on GPUs that gather no weights
 # Of a chip's memory, where the config has no limit: within the first, or one layer in the second.
 AUTOMATIC, AT_MOST = 2 / 3, 0.9
 
@@ -33,8 +34,9 @@ class StageMemory:
 
     parameters: int
     optimizer: int  # moments; the average of the parameters and masks, if there are any
-    gradients: int  # sums over microbatches; of PipeDream-2BW those of two steps, and in flight
-    versions: int  # further versions of the weights
+    gradients: int  # sums over microbatches; of PipeDream-2BW those of two steps
+    in_flight: int  # of PipeDream-2BW: weights and gradients of the batch in flight
+    versions: int  # of PipeDream-2BW: what the weights of both steps, behind each other, take more
     kept: int  # from FORWARD to BACKWARD
     waiting: int  # inputs of chunks, and gradients of their outputs
     factors: int  # of deferred weight gradients, from BACKWARD to WEIGHT
@@ -66,18 +68,22 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
     held_gradients = sum(held.numbers(leaf, "gradients") for leaf in leaves(model))
     deferred = size if deferred_layers is None else min(deferred_layers, size)
     factors = deferred * factor_bytes(run) * (program.slots["deferred"] > 0)
-    in_flight = 0.0
-    if table.periodic and not run.pipeline.predict:  # gradients of the batch in flight
-        in_flight = policy.reduce.itemsize * held_gradients
     steps = 2 if table.periodic else 1
-    versions = 0.0
-    if table.periodic:  # of the batch in flight; both behind each other; the one predicted from
-        versions = state["parameters"] * (3 + run.pipeline.predict)
+    in_flight = versions = 0.0
+    if table.periodic:
+        # Of the batch in flight they are there once: where they were is room for what follows.
+        versions = state["parameters"]
+        # With prediction no gradients, as they are applied, but the weights predicted from.
+        in_flight = state["parameters"] + (
+            state["parameters"] if run.pipeline.predict
+            else policy.reduce.itemsize * held_gradients
+        )  # fmt: skip
     x_bytes = policy.compute.itemsize * model.width * _tokens(run)
     return StageMemory(
         parameters=math.ceil(state["parameters"]),
         optimizer=math.ceil(state["optimizer"] + state["ema"] + state["masks"]),
-        gradients=math.ceil(GRADIENT_BYTES * held_gradients * steps + in_flight),
+        gradients=math.ceil(GRADIENT_BYTES * held_gradients * steps),
+        in_flight=math.ceil(in_flight),
         versions=math.ceil(versions),
         kept=math.ceil(program.slots["saved"] * _kept(run, run.remat, chunks)),
         waiting=math.ceil((program.slots["inputs"] + program.slots["gradients"]) * x_bytes),
@@ -105,6 +111,9 @@ def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) 
         held.numbers(leaf, "gradients") for leaf in leaves(run.model) if not leaf.in_blocks
     )
     working += outside + on_gpu * _more_on_gpu(run)
+    gathers_none = on_gpu and _joined(program) and not alone and not gathers_ahead(run)
+    if gathers_none and _rounds_gradients(run):
+        working = _without_gathers(held, chunks) + outside
     # In the ticks of a head the layers of a FORWARD or BACKWARD are done, or not begun.
     of_loss = _of_loss(run, program, on_gpu)
     if _joined(program) if on_gpu else not alone:
@@ -114,7 +123,7 @@ def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) 
         saved = _kept(run, remat.inside(run.remat), chunks)
         of_loss += 2 * saved + _more_on_gpu(run)
     working = max(working, of_loss)
-    if on_gpu:
+    if on_gpu and not (gathers_none and _rounds_gradients(run)):
         working += per_stage * size * _copied(run)
         if _joined(program) and not alone and gathers_ahead(run):
             # XLA:GPU begins the next body's ticks, and so has a microbatch's saved activations
@@ -126,12 +135,31 @@ def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) 
     return working
 
 
+def _without_gathers(held: Held, chunks: tuple[int, ...]) -> float:
+    """`_working` of several layers on GPUs, in a body of several ticks that gathers no weights:
+    the gradients of a chunk's weights twice, and of a tied head whose logits are one chunk the
+    gradient of these, as its own is not made before that of the embedding is added."""
+    run, size = held.run, max(chunks)
+    policy = precision.policy_of(run.precision, run.reduce_dtype)
+    gradients = policy.reduce.itemsize * _of_layers(held, size, "gradients")
+    more = MORE_WITHOUT_GATHERS / MORE_OF_MLP_ON_GPU * _more_on_gpu(run)
+    found = _working(held, chunks, layers_weights=1) + gradients + more
+    if run.model.tied_head and utilization.loss_chunks(run) == 1:
+        found += loss_memory.gradients_of_logits(run)
+    return found
+
+
+def _rounds_gradients(run: Config) -> bool:
+    """Whether those of a microbatch are in another type than their sums."""
+    return precision.policy_of(run.precision, run.reduce_dtype).reduce.itemsize < GRADIENT_BYTES
+
+
 def _of_fp32_gradients(held: Held, size: int, per_stage: int) -> float:
     """What XLA:GPU has more where gradients are fp32 as their sums are: it writes a sum to where
     the gradient was, and so copies those of all layers; and whole gradients of a layer, twice."""
-    policy = precision.policy_of(held.run.precision, held.run.reduce_dtype)
-    if policy.reduce.itemsize < GRADIENT_BYTES:
+    if _rounds_gradients(held.run):
         return 0.0
+    policy = precision.policy_of(held.run.precision, held.run.reduce_dtype)
     copied = GRADIENT_BYTES * _of_layers(held, size * per_stage, "gradients")
     more = policy.reduce.itemsize - policy.compute.itemsize
     return copied + 2 * more * _of_layers(held, 1, "parameters", ("embed",), "/mlp/")
@@ -158,14 +186,15 @@ def _written_out(program: Program) -> bool:
 
 
 def _of_loss(run: Config, program: Program, on_gpu: bool) -> float:
-    """What is there while a head's logits are. XLA:GPU begins other ticks of a loop's body then;
-    of one layer, which is no loop, the MLP's weights are gathered once for the ticks of a body."""
+    """What is there while a head's logits are. XLA:GPU begins other ticks of a loop's body then,
+    but for PipeDream-2BW; of one layer, which is no loop, the MLP's weights are gathered once for
+    the ticks of a body."""
     found = loss_memory.of(run, on_gpu=on_gpu)
     if not _joined(program):
         return found
     alone = max(utilization.chunks_of(run)) == 1
     saves = not alone or remat.inside(run.remat) == "none"
-    if on_gpu and saves:
+    if on_gpu and saves and not program.table.periodic:
         found += _more_on_gpu(run)
     if alone and saves and _ways(run, "parameters") > 1:
         found += _gathered(Held(run), 1, "/mlp/")

@@ -19,6 +19,7 @@ REMEDIES = {
     "optimizer": f"{_SPLIT}, or --config.offload.optimizer",
     "saved activations": f"another --config.remat, or {_SMALLER}",
     "kept": f"another --config.remat, or {_SMALLER}",
+    "in flight": f"{_SPLIT}, or another --config.pipeline.schedule",
     "a layer": f"{_SMALLER}, or --config.mesh.sequence",
     "working": f"{_SMALLER}, or --config.mesh.sequence",
     "loss": f"{_SMALLER}, or --config.mesh.tensor",

@@ -559,13 +559,17 @@ def _updated_with(sizes: Sizes) -> dict[str, float]:
     return {name: found[name]}
 
 
-_STATE = ("parameters", "optimizer")  # parts of a `StageMemory`
+# Parts of a `StageMemory`: of the state, and of what PipeDream-2BW leaves to the next step.
+_STATE = ("parameters", "optimizer")
+_IN_FLIGHT = {"in_flight": "in flight", "kept": "kept", "waiting": "waiting"}
 
 
 def _of_stages(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> Memory:
     deferred = stage_memory.planned_layers(sizes.run, device_bytes, on_gpu=on_gpu)
     parts = vars(stage_memory.of(sizes.run, deferred_layers=deferred, on_gpu=on_gpu))
     held = {name: math.ceil(num) for name, num in state(sizes).items() if num}
+    if parts["in_flight"]:
+        held |= {name: parts.pop(part) for part, name in _IN_FLIGHT.items()}
     rest = {name: num for name, num in parts.items() if num and name not in _STATE}
     rest |= {name: math.ceil(num) for name, num in _rounded(sizes).items()}
     peaks = {BACKWARD: rest}

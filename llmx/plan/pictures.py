@@ -54,7 +54,7 @@ BYTES = {
     "copies of activations": SLATE, "copies of weights and gradients": GRAY,
     "gathered weights": BROWN, "loss": RED, "a layer": PURPLE, "working": PURPLE,
     "a segment": PALE_PURPLE, "waiting": YELLOW, "factors": PALE_PURPLE, "versions": NAVY,
-    "updated parameters": NAVY, "whole matrices": BROWN,
+    "in flight": PALE_ORANGE, "updated parameters": NAVY, "whole matrices": BROWN,
 }  # fmt: skip
 MOST_OPERATIONS = 1500  # of a schedule with numbers in its boxes
 NUM_NAMED = 6  # places of the roofline that have numbers
