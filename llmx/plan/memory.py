@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 from llmx import sharding
 from llmx.aot.topologies import Topology
-from llmx.config import loss_memory, stage_memory, state_memory, utilization
+from llmx.config import loss_memory, recipe, stage_memory, state_memory, utilization
 from llmx.config.axes import is_one_device
 from llmx.config.state_memory import leaves
 from llmx.model import quantization, remat, remat_costs
@@ -33,6 +33,8 @@ from llmx.plan.sizes import Sizes
 
 FP32 = 4
 IN_FLIGHT = 2  # shares of new parameters that are being gathered, on GPUs
+BEGUN = 2  # arrays [tokens, D] that are gathered beside the loss, on GPUs
+MOST_AT_A_TIME = 3  # groups of tokens that take turns whose MLP is differentiated, on GPUs
 WHOLE_HEADS = 3  # gradients of the head at a time, with gather="step" and one microbatch
 END_OF_FORWARD, BACKWARD, UPDATE = "end of forward", "backward", "update"
 
@@ -105,9 +107,14 @@ class Memory:
 
 
 def of(
-    sizes: Sizes, *, on_gpu: bool = False, exchanges: bool = False, device_bytes: int | None = None
+    sizes: Sizes,
+    *,
+    on_gpu: bool = False,
+    exchanges: bool = False,
+    turns: int = 1,
+    device_bytes: int | None = None,
 ) -> Memory:
-    """Of a resolved run. `exchanges`: as `traffic.of` has it.
+    """Of a resolved run. `exchanges`: as `traffic.of` has it; `turns`: of `recipe.turns_of`.
 
     `device_bytes`: of a device; with zero-bubble schedules it decides how many weight gradients are
     deferred. Raises ValueError for remat="budget".
@@ -131,15 +138,16 @@ def of(
                 loss_memory.of(sizes.run, on_gpu=on_gpu), head_memory.scattered(sizes, on_gpu)
             ),
             "gradient of the head": 0.0 if on_gpu else head_memory.in_the_loss(sizes, exchanges),
+            "a layer, begun": _begun(sizes, program, turns),
         } | _before_the_head(sizes, common, program),
         BACKWARD: common | {
-            "rounded head": _rounded_table(sizes, "head") if not on_gpu else 0.0,
-            "a layer": max(_layer(one, program) for one in sizes.stacks),
+            "rounded head": 0.0 if on_gpu else _rounded_table(sizes, "head"),
+            "a layer": max(_layer(one, program, turns) for one in sizes.stacks),
             "a segment": _segment(sizes.stacks[-1]),
             "gradient of the head": head_memory.behind_the_loss(sizes, on_gpu),
             "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
             "tables in another layout": head_memory.padded_tables(sizes, program.lanes),
-        } | ({} if on_gpu else _turned_table(sizes, common)),
+        } | ({} if on_gpu else _turned_table(sizes, common) | _summed_at_once(sizes, common)),
         UPDATE: _relaid(sizes, program) | _orthogonalized(sizes) | {
             "updated parameters": _updated(sizes, on_gpu, device_bytes),
         },
@@ -154,6 +162,7 @@ def on(sizes: Sizes, topology: Topology) -> Memory:
     return of(
         sizes, on_gpu=topology.platform == "gpu", device_bytes=topology.chip.device_hbm_bytes,
         exchanges=sharding.exchanges(topology.device_kind, topology.num_devices),
+        turns=recipe.turns_of(sizes.run, topology.device_kind),
     )  # fmt: skip
 
 
@@ -283,12 +292,15 @@ def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -
     """Gradients at the peak of the loss. There are none yet on one device, nor where layers save
     all, or are a loop over periods on GPUs with several microbatches, but where GPUs gather
     weights; with one chunk, or in ZeRO-1, XLA:GPU makes the head's after it. XLA:TPU makes those of
-    layers after it where weights are gathered, or layers are a loop over periods."""
+    layers after it where weights are gathered, or layers are a loop over periods, and all but the
+    head's where it sums tables' at once."""
     held, chunks = common.get("gradients", 0.0), utilization.loss_chunks(sizes.run)
     gathers = program is GPU and sizes.axes_of("embed", "parameters")
     several = program is GPU and sizes.run.batch.accumulation > 1 and periods.number(sizes) > 1
     if is_one_device(sizes.run) or ((keeps_all(sizes) or several) and not gathers):
         return {"gradients": 0.0}
+    if held and program is TPU and _sums_at_once(sizes):
+        return {"gradients": sizes.reduce_bytes * sizes.local(sizes.head, "gradients")}
     later = sizes.axes_of("embed", "parameters") or periods.number(sizes) > 1
     if held and program is TPU and later:
         if padded := head_memory.padded_tables(sizes, program.lanes):
@@ -301,6 +313,14 @@ def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -
     if not held or program is not GPU or (chunks > 1 and not _rounds_later(sizes)):
         return {}
     return {"gradients": held - sizes.reduce_bytes * sizes.local(sizes.head, "gradients")}
+
+
+def _begun(sizes: Sizes, program: Program, turns: int) -> float:
+    """Beside the loss, of a layer that is run again: where groups of tokens take turns XLA:GPU
+    gathers its inputs over `tensor` meanwhile, as it does the last hidden state."""
+    if program is not GPU or turns == 1 or keeps_all(sizes):
+        return 0.0
+    return BEGUN * sizes.compute_bytes * sizes.tokens * sizes.run.model.width
 
 
 def _rounds_later(sizes: Sizes) -> bool:
@@ -376,6 +396,22 @@ def _turned_table(sizes: Sizes, common: dict[str, float]) -> dict[str, float]:
     return found
 
 
+def _summed_at_once(sizes: Sizes, common: dict[str, float]) -> dict[str, float]:
+    """Where XLA:TPU sums the gradients of tables before others are made, or the embedding's as it
+    makes them, as both are fp32 and on each device whole: none wait for the layers'."""
+    if not _sums_at_once(sizes) or "gradients" not in common:
+        return {}
+    tables = (leaf for leaf in leaves(sizes.run.model) if leaf.name in ("embedding", "head"))
+    of_tables = sizes.reduce_bytes * sum(sizes.local(leaf, "gradients") for leaf in tables)
+    return {"gradients": common["gradients"] - of_tables, "rounded head": 0.0}
+
+
+def _sums_at_once(sizes: Sizes) -> bool:
+    """As compiled where embedding and head are two tables."""
+    several = sizes.run.batch.accumulation > 1 and sizes.reduce_bytes == FP32
+    return several and not sizes.run.model.tied_head and not sizes.axes_of("embed", "gradients")
+
+
 def _parameter_bytes(sizes: Sizes, names: Sequence[str]) -> float:
     """Of a device's shares of the layers' parameters whose names end so."""
     return sum(
@@ -433,8 +469,9 @@ def _rounded_table(sizes: Sizes, name: str) -> float:
     return sizes.compute_bytes * sum(sizes.whole(leaf) for leaf in tables)
 
 
-def _layer(sizes: Sizes, program: Program) -> float:
-    """One layer that is run again and differentiated."""
+def _layer(sizes: Sizes, program: Program, turns: int) -> float:
+    """One layer that is run again and differentiated. Of groups of tokens that take turns XLA:GPU
+    has the MLP's arrays of three."""
     model, tensor = sizes.run.model, sizes.mesh["tensor"]
     mlp_dim = remat_costs.mlp_dim(model)
     bodies = periods.bodies(model) if program.bodies else 1
@@ -459,6 +496,8 @@ def _layer(sizes: Sizes, program: Program) -> float:
     of_queries = program.heads + program.query_gradients * _blocks_of_keys(sizes)
     heads = (of_queries + normed) * model.num_heads / tensor
     heads += (program.kv_heads + normed) * _kv_heads(sizes)
+    if program is GPU and turns > MOST_AT_A_TIME:
+        mlp *= MOST_AT_A_TIME / turns
     activations = (
         mlp * sizes.tokens * mlp_dim / tensor
         + heads * sizes.tokens * _head_dim(model, program)
