@@ -61,9 +61,9 @@ class Program:
     bodies: bool  # layers of several kinds are computed at the same time
     bodies_alone: float  # at most so many where there is one device
     # Copies that XLA makes before its loops, in another layout.
-    copied: tuple[str, ...]  # endings of the names of parameters, in fp32
+    copied: tuple[str, ...]  # endings of the names of parameters; on TPUs in fp32
     head_copies: float  # of saved queries
-    gathered_head: float  # of the head's share all the time, in fp32
+    gathered_head: float  # of the head's share all the time
     lanes: int  # that the size of a head, and rows, are padded to
 
 
@@ -147,7 +147,8 @@ def of(
             "gradient of the head": head_memory.behind_the_loss(sizes, on_gpu),
             "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
             "tables in another layout": head_memory.padded_tables(sizes, program.lanes),
-        } | ({} if on_gpu else _turned_table(sizes, common) | _summed_at_once(sizes, common)),
+            "gradient of the embedding": _embedding_in_fp32(sizes, program),
+        } | _summed_at_once(sizes, common) | ({} if on_gpu else _turned_table(sizes, common)),
         UPDATE: _relaid(sizes, program) | _orthogonalized(sizes) | {
             "updated parameters": _updated(sizes, on_gpu, device_bytes),
         },
@@ -289,18 +290,18 @@ def _gradients_of_layers(sizes: Sizes) -> float:
 
 
 def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -> dict[str, float]:
-    """Gradients at the peak of the loss. There are none yet on one device, nor where layers save
+    """Gradients at the peak of the loss. Where tables' are summed at once there is the head's.
+    There are none yet on one device, nor where layers save
     all, or are a loop over periods on GPUs with several microbatches, but where GPUs gather
-    weights; with one chunk, or in ZeRO-1, XLA:GPU makes the head's after it. XLA:TPU makes those of
-    layers after it where weights are gathered, or layers are a loop over periods, and all but the
-    head's where it sums tables' at once."""
+    weights; with one chunk, or where it is whole, XLA:GPU makes the head's after it. XLA:TPU makes those of
+    layers after it where weights are gathered, or layers are a loop over periods."""
     held, chunks = common.get("gradients", 0.0), utilization.loss_chunks(sizes.run)
+    if held and _sums_at_once(sizes):
+        return {"gradients": sizes.reduce_bytes * sizes.local(sizes.head, "gradients")}
     gathers = program is GPU and sizes.axes_of("embed", "parameters")
     several = program is GPU and sizes.run.batch.accumulation > 1 and periods.number(sizes) > 1
     if is_one_device(sizes.run) or ((keeps_all(sizes) or several) and not gathers):
         return {"gradients": 0.0}
-    if held and program is TPU and _sums_at_once(sizes):
-        return {"gradients": sizes.reduce_bytes * sizes.local(sizes.head, "gradients")}
     later = sizes.axes_of("embed", "parameters") or periods.number(sizes) > 1
     if held and program is TPU and later:
         if padded := head_memory.padded_tables(sizes, program.lanes):
@@ -324,11 +325,9 @@ def _begun(sizes: Sizes, program: Program, turns: int) -> float:
 
 
 def _rounds_later(sizes: Sizes) -> bool:
-    """Whether the head's gradient is rounded behind the loss: in ZeRO-1, whose devices have whole
-    gradients and update shares. The loss counts its sum in fp32."""
-    head = sizes.head
-    shares = sizes.local(head, "gradients") > sizes.local(head, "optimizer")
-    return shares and sizes.reduce_bytes < FP32
+    """Whether the head's gradient is rounded behind the loss: where it is whole on each device. The
+    loss counts its sum in fp32."""
+    return not sizes.axes_of("embed", "gradients") and sizes.reduce_bytes < FP32
 
 
 def _alone(sizes: Sizes, program: Program) -> bool:
@@ -337,18 +336,19 @@ def _alone(sizes: Sizes, program: Program) -> bool:
 
 
 def _copies(sizes: Sizes, program: Program) -> dict[str, float]:
-    """Of weights in another layout, and of the head's gradient in fp32."""
+    """Of weights in another layout, and of the head's share."""
     found, split = 0.0, sizes.axes_of("embed", "parameters")
+    copied_bytes = FP32 if program is TPU else sizes.param_bytes
     if program is GPU and not split and _turns_weights(sizes):
         found += sum(
             sizes.param_bytes * sizes.local(leaf, "parameters")
             for leaf in sizes.weights if not leaf.name.endswith("mlp/down/kernel")
         )  # fmt: skip
     if split:
-        found += program.gathered_head * FP32 * sizes.local(sizes.head, "parameters")
+        found += program.gathered_head * copied_bytes * sizes.local(sizes.head, "parameters")
     if split and not sizes.run.offload.parameters:
         found += sum(
-            FP32 * sizes.local(leaf, "parameters")
+            copied_bytes * sizes.local(leaf, "parameters")
             for leaf in leaves(sizes.run.model)
             if leaf.name.endswith((*program.copied, *experts.copied(sizes)))
         )
@@ -397,8 +397,8 @@ def _turned_table(sizes: Sizes, common: dict[str, float]) -> dict[str, float]:
 
 
 def _summed_at_once(sizes: Sizes, common: dict[str, float]) -> dict[str, float]:
-    """Where XLA:TPU sums the gradients of tables before others are made, or the embedding's as it
-    makes them, as both are fp32 and on each device whole: none wait for the layers'."""
+    """Where the gradients of tables are summed before others are made, and the embedding's as they
+    are made, as both are fp32 and on each device whole: none wait for the layers'."""
     if not _sums_at_once(sizes) or "gradients" not in common:
         return {}
     tables = (leaf for leaf in leaves(sizes.run.model) if leaf.name in ("embedding", "head"))
@@ -410,6 +410,19 @@ def _sums_at_once(sizes: Sizes) -> bool:
     """As compiled where embedding and head are two tables."""
     several = sizes.run.batch.accumulation > 1 and sizes.reduce_bytes == FP32
     return several and not sizes.run.model.tied_head and not sizes.axes_of("embed", "gradients")
+
+
+def _embedding_in_fp32(sizes: Sizes, program: Program) -> float:
+    """Of parameters in bf16, while layers that are run again are differentiated: XLA:GPU adds up
+    the lookups' gradients in fp32, where they are whole on each of several devices."""
+    whole = not sizes.axes_of("embed", "gradients") and not is_one_device(sizes.run)
+    if program is not GPU or not whole or sizes.param_bytes == FP32 or keeps_all(sizes):
+        return 0.0
+    return FP32 * sum(
+        sizes.local(leaf, "gradients")
+        for leaf in leaves(sizes.run.model)
+        if leaf.name == "embedding"
+    )
 
 
 def _parameter_bytes(sizes: Sizes, names: Sequence[str]) -> float:
