@@ -61,7 +61,9 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     head = next(leaf for leaf in leaves(run.model) if leaf.name == name)
     numbers = Held(run).numbers(head, "parameters")
     in_place = policy.reduce.itemsize == FP32 and numbers <= Held(run).numbers(head, "gradients")
-    of_head = arrays.head_fp32 if in_place else arrays.head
+    of_head = FP32 if policy.reduce.itemsize == FP32 else arrays.head
+    if in_place:
+        of_head = arrays.head_fp32
     if on_gpu and kind == 0 and is_one_device(run):
         of_head = 0.0  # it is made when the logits are gone
     if on_gpu:  # in the parameters' dtype

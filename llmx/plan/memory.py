@@ -290,17 +290,20 @@ def _gradients_of_layers(sizes: Sizes) -> float:
 
 
 def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -> dict[str, float]:
-    """Gradients at the peak of the loss. Where tables' are summed at once there is the head's.
-    There are none yet on one device, nor where layers save
-    all, or are a loop over periods on GPUs with several microbatches, but where GPUs gather
-    weights; with one chunk, or where it is whole, XLA:GPU makes the head's after it. XLA:TPU makes those of
-    layers after it where weights are gathered, or layers are a loop over periods."""
+    """Gradients at the peak of the loss.
+
+    Where tables' are summed at once there is the head's. There are none yet on one device, nor
+    where layers save all, but where GPUs gather weights; nor on GPUs with several microbatches
+    where layers save all products, or are a loop over periods. With one chunk, or where it is
+    whole, XLA:GPU makes the head's after the loss. XLA:TPU makes those of layers after it where
+    weights are gathered, or layers are a loop over periods."""
     held, chunks = common.get("gradients", 0.0), utilization.loss_chunks(sizes.run)
     if held and _sums_at_once(sizes):
         return {"gradients": sizes.reduce_bytes * sizes.local(sizes.head, "gradients")}
     gathers = program is GPU and sizes.axes_of("embed", "parameters")
-    several = program is GPU and sizes.run.batch.accumulation > 1 and periods.number(sizes) > 1
-    if is_one_device(sizes.run) or ((keeps_all(sizes) or several) and not gathers):
+    several = program is GPU and sizes.run.batch.accumulation > 1
+    behind = several and (periods.number(sizes) > 1 or _saves_products(sizes))
+    if is_one_device(sizes.run) or ((keeps_all(sizes) or behind) and not gathers):
         return {"gradients": 0.0}
     later = sizes.axes_of("embed", "parameters") or periods.number(sizes) > 1
     if held and program is TPU and later:
@@ -316,10 +319,16 @@ def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -
     return {"gradients": held - sizes.reduce_bytes * sizes.local(sizes.head, "gradients")}
 
 
+def _saves_products(sizes: Sizes) -> bool:
+    """Whether each layer saves all products with weights: `remat="dots"`."""
+    policies = remat_costs.policies(sizes.run.model, sizes.run.remat)
+    return all(of.saved is not None and of.saved >= set(remat.PRODUCTS) for of in policies)
+
+
 def _begun(sizes: Sizes, program: Program, turns: int) -> float:
     """Beside the loss, of a layer that is run again: where groups of tokens take turns XLA:GPU
     gathers its inputs over `tensor` meanwhile, as it does the last hidden state."""
-    if program is not GPU or turns == 1 or keeps_all(sizes):
+    if program is not GPU or turns == 1 or keeps_all(sizes) or _saves_products(sizes):
         return 0.0
     return BEGUN * sizes.compute_bytes * sizes.tokens * sizes.run.model.width
 
