@@ -73,7 +73,8 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     of_logits = gradients * compute * tokens * rows
     if not on_gpu and compute == FP32:
         of_logits = 0.0  # in the logits' place
-    if kind == 0 and compute == policy.param.itemsize and not splits_parameters(run):
+    read = compute == policy.param.itemsize and not splits_parameters(run)
+    if read and (kind == 0 or not on_gpu):
         copied = 0  # the head itself is read
     if kind == 2 and on_gpu and gathers_ahead(run):
         found = max(

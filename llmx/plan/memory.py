@@ -296,16 +296,16 @@ def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -
     where layers save all, but where GPUs gather weights; nor on GPUs with several microbatches
     where layers save all products, or are a loop over periods. With one chunk, or where it is
     whole, XLA:GPU makes the head's after the loss. XLA:TPU makes those of layers after it where
-    weights are gathered, or layers are a loop over periods."""
+    weights are gathered, there are several microbatches, or layers are a loop over periods."""
     held, chunks = common.get("gradients", 0.0), utilization.loss_chunks(sizes.run)
     if held and _sums_at_once(sizes):
         return {"gradients": sizes.reduce_bytes * sizes.local(sizes.head, "gradients")}
     gathers = program is GPU and sizes.axes_of("embed", "parameters")
-    several = program is GPU and sizes.run.batch.accumulation > 1
-    behind = several and (periods.number(sizes) > 1 or _saves_products(sizes))
+    several = sizes.run.batch.accumulation > 1
+    behind = program is GPU and several and (periods.number(sizes) > 1 or _saves_products(sizes))
     if is_one_device(sizes.run) or ((keeps_all(sizes) or behind) and not gathers):
         return {"gradients": 0.0}
-    later = sizes.axes_of("embed", "parameters") or periods.number(sizes) > 1
+    later = sizes.axes_of("embed", "parameters") or periods.number(sizes) > 1 or several
     if held and program is TPU and later:
         if padded := head_memory.padded_tables(sizes, program.lanes):
             # They are there from the beginning, and nothing that the backward pass makes.
