@@ -148,7 +148,7 @@ def of(
             "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
             "tables in another layout": head_memory.padded_tables(sizes, program.lanes),
             "gradient of the embedding": _embedding_in_fp32(sizes, program),
-        } | _summed_at_once(sizes, common) | ({} if on_gpu else _turned_table(sizes, common)),
+        } | _summed_at_once(sizes, common, program) | ({} if on_gpu else _turned_table(sizes, common)),
         UPDATE: _relaid(sizes, program) | _orthogonalized(sizes) | {
             "updated parameters": _updated(sizes, on_gpu, device_bytes),
         },
@@ -298,8 +298,9 @@ def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -
     whole, XLA:GPU makes the head's after the loss. XLA:TPU makes those of layers after it where
     weights are gathered, there are several microbatches, or layers are a loop over periods."""
     held, chunks = common.get("gradients", 0.0), utilization.loss_chunks(sizes.run)
+    of_head = sizes.reduce_bytes * sizes.local(sizes.head, "gradients")
     if held and _sums_at_once(sizes):
-        return {"gradients": sizes.reduce_bytes * sizes.local(sizes.head, "gradients")}
+        return {"gradients": of_head}
     gathers = program is GPU and sizes.axes_of("embed", "parameters")
     several = sizes.run.batch.accumulation > 1
     behind = program is GPU and several and (periods.number(sizes) > 1 or _saves_products(sizes))
@@ -313,10 +314,13 @@ def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -
                 "tables in another layout": padded, "gradients": 0.0, "gradient of the head": 0.0,
                 "turned weights": 0.0, "copies of weights and gradients": 0.0,
             }  # fmt: skip
+        if several and not sizes.axes_of("embed", "gradients"):
+            # The embedding's is the last; of one chunk the head's is added as it is made.
+            return {"gradients": of_head * (chunks > 1)}
         return {"gradients": held - _gradients_of_layers(sizes)}
     if not held or program is not GPU or (chunks > 1 and not _rounds_later(sizes)):
         return {}
-    return {"gradients": held - sizes.reduce_bytes * sizes.local(sizes.head, "gradients")}
+    return {"gradients": held - of_head}
 
 
 def _saves_products(sizes: Sizes) -> bool:
@@ -405,10 +409,16 @@ def _turned_table(sizes: Sizes, common: dict[str, float]) -> dict[str, float]:
     return found
 
 
-def _summed_at_once(sizes: Sizes, common: dict[str, float]) -> dict[str, float]:
+def _summed_at_once(sizes: Sizes, common: dict[str, float], program: Program) -> dict[str, float]:
     """Where the gradients of tables are summed before others are made, and the embedding's as they
-    are made, as both are fp32 and on each device whole: none wait for the layers'."""
-    if not _sums_at_once(sizes) or "gradients" not in common:
+    are made, as both are fp32 and on each device whole: none wait for the layers'. XLA:TPU also
+    adds a head's in bf16 at once where the loss has one chunk, and so keeps no logits."""
+    if "gradients" not in common:
+        return {}
+    if program is TPU and _adds_one_chunk(sizes):
+        head = sizes.reduce_bytes * sizes.local(sizes.head, "gradients")
+        return {"gradients": common["gradients"] - head, "logits": 0.0}
+    if not _sums_at_once(sizes):
         return {}
     tables = (leaf for leaf in leaves(sizes.run.model) if leaf.name in ("embedding", "head"))
     of_tables = sizes.reduce_bytes * sum(sizes.local(leaf, "gradients") for leaf in tables)
@@ -417,8 +427,18 @@ def _summed_at_once(sizes: Sizes, common: dict[str, float]) -> dict[str, float]:
 
 def _sums_at_once(sizes: Sizes) -> bool:
     """As compiled where embedding and head are two tables."""
-    several = sizes.run.batch.accumulation > 1 and sizes.reduce_bytes == FP32
-    return several and not sizes.run.model.tied_head and not sizes.axes_of("embed", "gradients")
+    return sizes.reduce_bytes == FP32 and _sums_whole_tables(sizes)
+
+
+def _adds_one_chunk(sizes: Sizes) -> bool:
+    one_chunk = utilization.loss_chunks(sizes.run) == 1 and sizes.reduce_bytes < FP32
+    return one_chunk and _sums_whole_tables(sizes)
+
+
+def _sums_whole_tables(sizes: Sizes) -> bool:
+    """Of two tables, over several microbatches, on each device."""
+    several, tied = sizes.run.batch.accumulation > 1, sizes.run.model.tied_head
+    return several and not tied and not sizes.axes_of("embed", "gradients")
 
 
 def _embedding_in_fp32(sizes: Sizes, program: Program) -> float:
