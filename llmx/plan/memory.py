@@ -148,7 +148,7 @@ def of(
             "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
             "tables in another layout": head_memory.padded_tables(sizes, program.lanes),
             "gradient of the embedding": _embedding_in_fp32(sizes, program),
-        } | _summed_at_once(sizes, common, program) | ({} if on_gpu else _turned_table(sizes, common)),
+        } | _summed_at_once(sizes, common, program) | _turned_table(sizes, common, program),
         UPDATE: _relaid(sizes, program) | _orthogonalized(sizes) | {
             "updated parameters": _updated(sizes, on_gpu, device_bytes),
         },
@@ -396,11 +396,12 @@ def _turned(sizes: Sizes) -> float:
     return 0.0
 
 
-def _turned_table(sizes: Sizes, common: dict[str, float]) -> dict[str, float]:
+def _turned_table(sizes: Sizes, common: dict[str, float], program: Program) -> dict[str, float]:
     """While periods of layers are differentiated XLA:TPU has a copy of a tied table that is whole
     on each device, and not its gradient yet: as compiled with Gemma-2 in ZeRO-1."""
     whole = sizes.run.model.tied_head and not sizes.axes_of("embed", "parameters")
-    if not whole or periods.number(sizes) == 1 or is_one_device(sizes.run):
+    alone = is_one_device(sizes.run) or periods.number(sizes) == 1
+    if program is not TPU or not whole or alone:
         return {}
     found = {"a turned table": sizes.param_bytes * sizes.local(sizes.head, "parameters")}
     if held := common.get("gradients"):

@@ -1,4 +1,4 @@
-"""What XLA:GPU holds at a time where groups of tokens take turns, and in pipelines."""
+"""What XLA holds at a time, by options that many runs have: read from a cover of their pairs."""
 
 import math
 
@@ -55,6 +55,116 @@ def test_sums_over_chunks_are_the_gradient_only_where_they_are_as_large():
 
     head = sizes.of(_run(mesh__data=8)).head.numbers
     assert loss("zero2") - loss("zero1") == 4 * head
+
+
+# ------------------------------------------------------------- gradients of tables, and the loss
+
+WHOLE = dict(mesh__data=8, sharding__layout="ddp", loss__chunks=4, remat="full")
+SUMS = WHOLE | dict(batch__accumulation=4, batch__size=128, precision="bf16_fp32_reduce")
+
+
+def _parts(moment, on_gpu, **keys):
+    return memory.of(sizes.of(_run(**keys)), on_gpu=on_gpu).peaks[moment]
+
+
+def _gradients(**keys):
+    """(of all weights, of a table, of the layers), of a microbatch."""
+    counted = sizes.of(_run(**keys))
+    table = counted.reduce_bytes * counted.local(counted.head, "gradients")
+    layers = counted.reduce_bytes * sum(
+        counted.local(leaf, "gradients") for leaf in counted.weights
+    )
+    return memory._gradients(counted)["gradients"], table, layers
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_gradients_of_tables_in_fp32_are_summed_at_once(on_gpu):
+    """As both are fp32 and whole, none of them waits for those of the layers."""
+    every, table, _ = _gradients(**SUMS)
+    assert _parts(memory.BACKWARD, on_gpu, **SUMS)["gradients"] == every - 2 * table
+    assert _parts(memory.END_OF_FORWARD, on_gpu, **SUMS)["gradients"] == table
+    # With one microbatch, in bf16, of a tied head, or of split gradients they wait.
+    for keys in (
+        dict(batch__accumulation=1), dict(precision="bf16"), dict(model__tied_head=True),
+        dict(sharding__layout="zero2"),
+    ):  # fmt: skip
+        every, *_ = _gradients(**SUMS | keys)
+        assert _parts(memory.BACKWARD, on_gpu, **SUMS | keys)["gradients"] >= every
+
+
+def test_of_one_chunk_tpus_add_the_gradient_of_the_head_at_once():
+    keys = SUMS | dict(precision="bf16", loss__chunks=1)
+    every, table, _ = _gradients(**keys)
+    held = _parts(memory.BACKWARD, False, **keys)
+    assert held["gradients"] == every - table and "logits" not in held
+    assert "gradients" not in _parts(memory.END_OF_FORWARD, False, **keys)
+    alone = _parts(memory.BACKWARD, False, **keys | dict(batch__accumulation=1))
+    assert alone["logits"] > 0 and alone["gradients"] >= every
+
+
+def test_with_several_microbatches_tpus_make_gradients_of_layers_behind_the_loss():
+    keys = WHOLE | dict(precision="bf16", batch__size=128)
+    one, several = (
+        _parts(memory.END_OF_FORWARD, False, **keys, batch__accumulation=n)["gradients"]
+        for n in (1, 4)
+    )
+    every, table, _ = _gradients(**keys)
+    assert (one, several) == (every, table)
+
+
+def test_a_head_that_is_whole_is_rounded_behind_the_loss():
+    """On GPUs: the loss has its sum in fp32."""
+    every, table, _ = _gradients(**WHOLE)
+    assert _parts(memory.END_OF_FORWARD, True, **WHOLE)["gradients"] == every - table
+    split = WHOLE | dict(mesh__data=1, mesh__fsdp=8, sharding__layout="zero3")
+    every, *_ = _gradients(**split)
+    assert _parts(memory.END_OF_FORWARD, True, **split)["gradients"] == every
+
+
+def test_gradients_behind_the_loss_where_layers_save_all_products():
+    """On GPUs, with several microbatches."""
+    keys = WHOLE | dict(remat="dots", batch__size=128)
+    one, several = (
+        _parts(memory.END_OF_FORWARD, True, **keys, batch__accumulation=n).get("gradients", 0)
+        for n in (1, 4)
+    )
+    assert one > several == 0
+    keys |= dict(remat="names", batch__accumulation=4)
+    assert _parts(memory.END_OF_FORWARD, True, **keys)["gradients"] > 0
+
+
+def test_lookups_of_parameters_in_bf16_are_added_up_in_fp32():
+    """On several GPUs, where gradients are whole and layers are run again."""
+    name, keys = "gradient of the embedding", WHOLE | dict(precision="pure_bf16")
+    table = sizes.of(_run(**keys)).head.numbers
+    assert _parts(memory.BACKWARD, True, **keys)[name] == 4 * table
+    split = dict(mesh__data=1, mesh__fsdp=8, sharding__layout="zero3")
+    for other in (dict(precision="bf16"), dict(remat="none"), split):
+        assert name not in _parts(memory.BACKWARD, True, **keys | other)
+    assert name not in _parts(memory.BACKWARD, False, **keys)
+
+
+def test_copies_of_weights_on_gpus_are_in_the_type_of_the_parameters():
+    keys = dict(mesh__fsdp=8, remat="full")
+    name = "copies of weights and gradients"
+    fp32, bf16 = (
+        {on_gpu: _parts(memory.BACKWARD, on_gpu, **keys, precision=of)[name] for on_gpu in (0, 1)}
+        for of in ("bf16", "pure_bf16")
+    )
+    assert fp32[1] == 2 * bf16[1] and fp32[0] == bf16[0]
+
+
+def test_a_head_in_the_compute_dtype_is_read_as_it_is():
+    """On TPUs whatever chunks there are; elsewhere two chunks of it are copied."""
+    keys = dict(mesh__data=8, sharding__layout="ddp", model__vocab_size=32768, loss__chunks=4)
+    rows = 2 * 1024 * 32768 / 4
+    for on_gpu, copied in ((False, 0), (True, 2)):
+        of = {
+            precision: loss_memory.of(_run(**keys, precision=precision), on_gpu=on_gpu)
+            for precision in ("bf16", "pure_bf16")
+        }
+        of_sums = on_gpu * 2 * 1024 * 32768  # the head's sum is in bf16 too
+        assert of["bf16"] - of["pure_bf16"] == of_sums + (2 - copied) * rows
 
 
 # ------------------------------------------------------------------------------------ pipelines
