@@ -6,7 +6,8 @@ read. XLA:TPU has that in the core's own memory where it fits, and in the logits
 chunk's logits are kept from the forward pass. XLA:GPU writes out a loop of two turns and begins the
 second before the first is done, if it gathers chunks of the head ahead (with a tied head that of
 the backward pass too); of more turns it has two in a body then. Its sums of the head's gradient
-over chunks are in fp32: the gradient itself where that is, and is not split further.
+over chunks are in the parameters' dtype: the gradient itself where that is, and is not split
+further.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ class Arrays:
     # The same of two chunks where the head is the embedding table: as compiled with GPT-2.
     tied_logits: int
     rows: tuple[int, int, int]  # chunks of the head, gathered, in the compute dtype
-    head: float  # bytes per number of a device's share of the head
+    head: float  # bytes per number of a device's share of the head; of split sums in fp32 4
     head_fp32: float  # the same where these sums are its gradient, in fp32 and as large
     core_bytes: int  # a core's own memory
     keeps_logits: bool  # those of one chunk until the layers have their gradients
@@ -103,7 +104,7 @@ def kept_logits(run: Config, *, on_gpu: bool = False) -> float:
     compute = precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize
     if on_gpu and splits_parameters(run):
         if chunks == 1 or (chunks == 2 and gathers_ahead(run)):
-            return compute * _tokens(run) * _rows(run) * chunks
+            return gradients_of_logits(run) * chunks
         if gathers_ahead(run):
             return compute * (_tokens(run) + run.model.width) * _rows(run)
     if chunks > 1 or not arrays.keeps_logits or remat_costs.saves_all(run.model, run.remat):

@@ -10,7 +10,7 @@ import dataclasses
 import math
 
 from llmx.config import Config, loss_memory, state_memory, utilization
-from llmx.config.axes import gathers_ahead, replica_axes
+from llmx.config.axes import gathers_ahead, replica_axes, splits_parameters
 from llmx.config.state_memory import Held, leaves
 from llmx.model import precision, remat, remat_costs
 from llmx.pipeline import ticks
@@ -35,7 +35,9 @@ class StageMemory:
     parameters: int
     optimizer: int  # moments; the average of the parameters and masks, if there are any
     gradients: int  # sums over microbatches; of PipeDream-2BW those of two steps
-    in_flight: int  # of PipeDream-2BW: weights and gradients of the batch in flight
+    # Of PipeDream-2BW, from step to step: weights and gradients of the batch in flight; with
+    # prediction the weights twice and no gradients.
+    in_flight: int
     versions: int  # of PipeDream-2BW: what the weights of both steps, behind each other, take more
     kept: int  # from FORWARD to BACKWARD
     waiting: int  # inputs of chunks, and gradients of their outputs
@@ -71,7 +73,7 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
     steps = 2 if table.periodic else 1
     in_flight = versions = 0.0
     if table.periodic:
-        # Of the batch in flight they are there once: where they were is room for what follows.
+        # In a step both lie behind each other, and where those in flight were is room for others.
         versions = state["parameters"]
         # With prediction no gradients, as they are applied, but the weights predicted from.
         in_flight = state["parameters"] + (
@@ -111,8 +113,9 @@ def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) 
         held.numbers(leaf, "gradients") for leaf in leaves(run.model) if not leaf.in_blocks
     )
     working += outside + on_gpu * _more_on_gpu(run)
-    gathers_none = on_gpu and _joined(program) and not alone and not gathers_ahead(run)
-    if gathers_none and _rounds_gradients(run):
+    gathers_none = on_gpu and _joined(program) and not alone and not splits_parameters(run)
+    apart = gathers_none and _rounds_gradients(run)
+    if apart:
         working = _without_gathers(held, chunks) + outside
     # In the ticks of a head the layers of a FORWARD or BACKWARD are done, or not begun.
     of_loss = _of_loss(run, program, on_gpu)
@@ -123,7 +126,7 @@ def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) 
         saved = _kept(run, remat.inside(run.remat), chunks)
         of_loss += 2 * saved + _more_on_gpu(run)
     working = max(working, of_loss)
-    if on_gpu and not (gathers_none and _rounds_gradients(run)):
+    if on_gpu and not apart:
         working += per_stage * size * _copied(run)
         if _joined(program) and not alone and gathers_ahead(run):
             # XLA:GPU begins the next body's ticks, and so has a microbatch's saved activations

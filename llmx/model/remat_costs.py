@@ -74,6 +74,14 @@ def saves_all(model: ModelConfig, text: str) -> bool:
     return all(policy.saved is None for policy in policies(model, text))
 
 
+def saves_all_products(model: ModelConfig, text: str) -> bool:
+    """Whether each layer saves all products with weights and no more, as `remat="dots"` says."""
+    saved = [policy.saved for policy in policies(model, text)]
+    return not segments(model, text) and all(
+        names is not None and names >= set(remat.PRODUCTS) for names in saved
+    )
+
+
 def policies_apart(model: ModelConfig, text: str, chunks: Sequence[int] = ()) -> list[Policy]:
     """Those of `policies` whose layers are in no segment: what these save is kept from the forward
     pass."""

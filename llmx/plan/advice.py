@@ -21,6 +21,8 @@ REMEDIES = {
     "kept": f"another --config.remat, or {_SMALLER}",
     "in flight": f"{_SPLIT}, or another --config.pipeline.schedule",
     "a layer": f"{_SMALLER}, or --config.mesh.sequence",
+    "a layer, begun": f"{_SMALLER}, or --config.mesh.sequence",
+    "gradient of the embedding": f"--config.mesh.tensor, or {_SPLIT} with --config.sharding.layout",
     "working": f"{_SMALLER}, or --config.mesh.sequence",
     "loss": f"{_SMALLER}, or --config.mesh.tensor",
     "gathered weights": "--config.sharding.gather=layer",

@@ -5,7 +5,7 @@ arrays, as many as the programs have that XLA makes for TPUs and for GPUs: `TPU`
 There are three peaks, of which the largest is the device's:
 
     end of forward    what layers saved, gradient buffers, and the loss: logits of one chunk
-                      (`_before_the_head` says which buffers)
+                      (`gradient_memory.at_the_loss` says which buffers)
     backward          what layers saved, gradient buffers, one layer run again and differentiated
     update            where each device updates a share of parameters that it keeps whole, the new
                       ones beside the old; with Muon whole matrices beside all gradients
@@ -22,17 +22,17 @@ from collections.abc import Sequence
 
 from llmx import sharding
 from llmx.aot.topologies import Topology
-from llmx.config import loss_memory, recipe, stage_memory, state_memory, utilization
+from llmx.config import loss_memory, recipe, stage_memory, state_memory
 from llmx.config.axes import is_one_device
 from llmx.config.state_memory import leaves
 from llmx.model import quantization, remat, remat_costs
 from llmx.model.attention import splash
 from llmx.model.families import ModelConfig, is_local
-from llmx.plan import exchange, experts, head_memory, orthogonal, periods
+from llmx.plan import exchange, experts, gradient_memory, head_memory, orthogonal, periods
 from llmx.plan.sizes import Sizes
 
 FP32 = 4
-IN_FLIGHT = 2  # shares of new parameters that are being gathered, on GPUs
+SHARES_ON_THE_WAY = 2  # shares of new parameters that are being gathered, on GPUs
 BEGUN = 2  # arrays [tokens, D] that are gathered beside the loss, on GPUs
 MOST_AT_A_TIME = 3  # groups of tokens that take turns whose MLP is differentiated, on GPUs
 WHOLE_HEADS = 3  # gradients of the head at a time, with gather="step" and one microbatch
@@ -122,7 +122,7 @@ def of(
     if sizes.mesh["stage"] > 1:
         return _of_stages(sizes, on_gpu, device_bytes)
     program = GPU if on_gpu else TPU
-    common = _saved(sizes, program) | _gradients(sizes) | _copies(sizes, program)
+    common = _saved(sizes, program) | gradient_memory.buffers(sizes) | _copies(sizes, program)
     common |= _gathered(sizes) | _rounded(sizes)
     if not on_gpu:
         common |= {"rounded embedding": _rounded_table(sizes, "embedding")}
@@ -139,7 +139,8 @@ def of(
             ),
             "gradient of the head": 0.0 if on_gpu else head_memory.in_the_loss(sizes, exchanges),
             "a layer, begun": _begun(sizes, program, turns),
-        } | _before_the_head(sizes, common, program),
+            "gradient of the embedding": gradient_memory.embedding_in_fp32(sizes, on_gpu),
+        } | gradient_memory.at_the_loss(sizes, common, on_gpu),
         BACKWARD: common | {
             "rounded head": 0.0 if on_gpu else _rounded_table(sizes, "head"),
             "a layer": max(_layer(one, program, turns) for one in sizes.stacks),
@@ -147,8 +148,10 @@ def of(
             "gradient of the head": head_memory.behind_the_loss(sizes, on_gpu),
             "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
             "tables in another layout": head_memory.padded_tables(sizes, program.lanes),
-            "gradient of the embedding": _embedding_in_fp32(sizes, program),
-        } | _summed_at_once(sizes, common, program) | _turned_table(sizes, common, program),
+            "gradient of the embedding": gradient_memory.embedding_in_fp32(sizes, on_gpu),
+        }
+        | gradient_memory.summed_at_once(sizes, common, on_gpu)
+        | _turned_table(sizes, common, program),
         UPDATE: _relaid(sizes, program) | _orthogonalized(sizes) | {
             "updated parameters": _updated(sizes, on_gpu, device_bytes),
         },
@@ -232,7 +235,7 @@ def _segment(sizes: Sizes) -> float:
     their gradients, before these are written to where those of all layers are."""
     model, policies = sizes.run.model, remat_costs.policies(sizes.run.model, sizes.run.remat)
     input_bytes = sizes.compute_bytes * model.width
-    of_weights = _weights_of_layers(sizes) + _gradients_of_layers(sizes)
+    of_weights = _weights_of_layers(sizes) + gradient_memory.of_layers(sizes)
     of_layer = {
         policy: input_bytes * sizes.tokens_between + of_weights / model.num_layers
         + (remat_costs.saved_bytes(model, policy, sizes.compute_bytes, sizes.run.offload.saves)
@@ -274,73 +277,18 @@ def _queries(sizes: Sizes) -> float:
     return sum(saves) * array / sizes.mesh["tensor"]
 
 
-def _gradients(sizes: Sizes) -> dict[str, float]:
-    """Buffers of one microbatch's gradients, and sums over several."""
-    found = {"gradients": 0.0, "sums of gradients": 0.0}
-    for leaf in leaves(sizes.run.model):
-        held = sizes.local(leaf, "gradients")
-        found["gradients"] += held * (sizes.reduce_bytes if leaf.is_matrix else FP32)
-        found["sums of gradients"] += held * FP32 * (sizes.run.batch.accumulation > 1)
-    return found
-
-
-def _gradients_of_layers(sizes: Sizes) -> float:
-    """Of one microbatch, in the reduce dtype."""
-    return sizes.reduce_bytes * sum(sizes.local(leaf, "gradients") for leaf in sizes.weights)
-
-
-def _before_the_head(sizes: Sizes, common: dict[str, float], program: Program) -> dict[str, float]:
-    """Gradients at the peak of the loss.
-
-    Where tables' are summed at once there is the head's. There are none yet on one device, nor
-    where layers save all, but where GPUs gather weights; nor on GPUs with several microbatches
-    where layers save all products, or are a loop over periods. With one chunk, or where it is
-    whole, XLA:GPU makes the head's after the loss. XLA:TPU makes those of layers after it where
-    weights are gathered, there are several microbatches, or layers are a loop over periods."""
-    held, chunks = common.get("gradients", 0.0), utilization.loss_chunks(sizes.run)
-    of_head = sizes.reduce_bytes * sizes.local(sizes.head, "gradients")
-    if held and _sums_at_once(sizes):
-        return {"gradients": of_head}
-    gathers = program is GPU and sizes.axes_of("embed", "parameters")
-    several = sizes.run.batch.accumulation > 1
-    behind = program is GPU and several and (periods.number(sizes) > 1 or _saves_products(sizes))
-    if is_one_device(sizes.run) or ((keeps_all(sizes) or behind) and not gathers):
-        return {"gradients": 0.0}
-    later = sizes.axes_of("embed", "parameters") or periods.number(sizes) > 1 or several
-    if held and program is TPU and later:
-        if padded := head_memory.padded_tables(sizes, program.lanes):
-            # They are there from the beginning, and nothing that the backward pass makes.
-            return {
-                "tables in another layout": padded, "gradients": 0.0, "gradient of the head": 0.0,
-                "turned weights": 0.0, "copies of weights and gradients": 0.0,
-            }  # fmt: skip
-        if several and not sizes.axes_of("embed", "gradients"):
-            # The embedding's is the last; of one chunk the head's is added as it is made.
-            return {"gradients": of_head * (chunks > 1)}
-        return {"gradients": held - _gradients_of_layers(sizes)}
-    if not held or program is not GPU or (chunks > 1 and not _rounds_later(sizes)):
-        return {}
-    return {"gradients": held - of_head}
-
-
-def _saves_products(sizes: Sizes) -> bool:
-    """Whether each layer saves all products with weights: `remat="dots"`."""
-    policies = remat_costs.policies(sizes.run.model, sizes.run.remat)
-    return all(of.saved is not None and of.saved >= set(remat.PRODUCTS) for of in policies)
-
-
 def _begun(sizes: Sizes, program: Program, turns: int) -> float:
     """Beside the loss, of a layer that is run again: where groups of tokens take turns XLA:GPU
     gathers its inputs over `tensor` meanwhile, as it does the last hidden state."""
-    if program is not GPU or turns == 1 or keeps_all(sizes) or _saves_products(sizes):
+    gathered = turns > 1 and sizes.tokens_between < sizes.tokens
+    if (
+        program is not GPU
+        or not gathered
+        or keeps_all(sizes)
+        or remat_costs.saves_all_products(sizes.run.model, sizes.run.remat)
+    ):
         return 0.0
     return BEGUN * sizes.compute_bytes * sizes.tokens * sizes.run.model.width
-
-
-def _rounds_later(sizes: Sizes) -> bool:
-    """Whether the head's gradient is rounded behind the loss: where it is whole on each device. The
-    loss counts its sum in fp32."""
-    return not sizes.axes_of("embed", "gradients") and sizes.reduce_bytes < FP32
 
 
 def _alone(sizes: Sizes, program: Program) -> bool:
@@ -410,51 +358,6 @@ def _turned_table(sizes: Sizes, common: dict[str, float], program: Program) -> d
     return found
 
 
-def _summed_at_once(sizes: Sizes, common: dict[str, float], program: Program) -> dict[str, float]:
-    """Where the gradients of tables are summed before others are made, and the embedding's as they
-    are made, as both are fp32 and on each device whole: none wait for the layers'. XLA:TPU also
-    adds a head's in bf16 at once where the loss has one chunk, and so keeps no logits."""
-    if "gradients" not in common:
-        return {}
-    if program is TPU and _adds_one_chunk(sizes):
-        head = sizes.reduce_bytes * sizes.local(sizes.head, "gradients")
-        return {"gradients": common["gradients"] - head, "logits": 0.0}
-    if not _sums_at_once(sizes):
-        return {}
-    tables = (leaf for leaf in leaves(sizes.run.model) if leaf.name in ("embedding", "head"))
-    of_tables = sizes.reduce_bytes * sum(sizes.local(leaf, "gradients") for leaf in tables)
-    return {"gradients": common["gradients"] - of_tables, "rounded head": 0.0}
-
-
-def _sums_at_once(sizes: Sizes) -> bool:
-    """As compiled where embedding and head are two tables."""
-    return sizes.reduce_bytes == FP32 and _sums_whole_tables(sizes)
-
-
-def _adds_one_chunk(sizes: Sizes) -> bool:
-    one_chunk = utilization.loss_chunks(sizes.run) == 1 and sizes.reduce_bytes < FP32
-    return one_chunk and _sums_whole_tables(sizes)
-
-
-def _sums_whole_tables(sizes: Sizes) -> bool:
-    """Of two tables, over several microbatches, on each device."""
-    several, tied = sizes.run.batch.accumulation > 1, sizes.run.model.tied_head
-    return several and not tied and not sizes.axes_of("embed", "gradients")
-
-
-def _embedding_in_fp32(sizes: Sizes, program: Program) -> float:
-    """Of parameters in bf16, while layers that are run again are differentiated: XLA:GPU adds up
-    the lookups' gradients in fp32, where they are whole on each of several devices."""
-    whole = not sizes.axes_of("embed", "gradients") and not is_one_device(sizes.run)
-    if program is not GPU or not whole or sizes.param_bytes == FP32 or keeps_all(sizes):
-        return 0.0
-    return FP32 * sum(
-        sizes.local(leaf, "gradients")
-        for leaf in leaves(sizes.run.model)
-        if leaf.name == "embedding"
-    )
-
-
 def _parameter_bytes(sizes: Sizes, names: Sequence[str]) -> float:
     """Of a device's shares of the layers' parameters whose names end so."""
     return sum(
@@ -469,7 +372,7 @@ def _of_period(sizes: Sizes, saved_bytes: float) -> float:
     and the gradients of its weights, before and behind the loops over them."""
     if (num := periods.number(sizes)) == 1:
         return 0.0
-    return (saved_bytes + 2 * _gradients_of_layers(sizes)) / num
+    return (saved_bytes + 2 * gradient_memory.of_layers(sizes)) / num
 
 
 def _casts(sizes: Sizes) -> bool:
@@ -602,7 +505,7 @@ def _updated(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> float:
     if on_gpu and whole:
         # With whole gradients the last of them, and shares of new values that are on their way.
         shares = sorted(sizes.param_bytes * sizes.local(leaf, "optimizer") for leaf in whole)
-        found += sum(shares[-IN_FLIGHT:])
+        found += sum(shares[-SHARES_ON_THE_WAY:])
         found += max(sizes.reduce_bytes * sizes.local(leaf, "gradients") for leaf in whole)
         if device_bytes:
             found = max(0.0, min(found, _scheduled(sizes, device_bytes)))
@@ -636,22 +539,22 @@ def _orthogonalized(sizes: Sizes) -> dict[str, float]:
 
 def _updated_with(sizes: Sizes) -> dict[str, float]:
     """The gradients that an update reads: sums over microbatches, where there are several."""
-    found = _gradients(sizes)
+    found = gradient_memory.buffers(sizes)
     name = "sums of gradients" if found["sums of gradients"] else "gradients"
     return {name: found[name]}
 
 
-# Parts of a `StageMemory`: of the state, and of what PipeDream-2BW leaves to the next step.
-_STATE = ("parameters", "optimizer")
-_IN_FLIGHT = {"in_flight": "in flight", "kept": "kept", "waiting": "waiting"}
+_STATE = ("parameters", "optimizer")  # parts of a `StageMemory`
+# Parts that PipeDream-2BW leaves to the next step.
+_LEFT_TO_NEXT_STEP = {"in_flight": "in flight", "kept": "kept", "waiting": "waiting"}
 
 
 def _of_stages(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> Memory:
     deferred = stage_memory.planned_layers(sizes.run, device_bytes, on_gpu=on_gpu)
-    parts = vars(stage_memory.of(sizes.run, deferred_layers=deferred, on_gpu=on_gpu))
+    parts = dict(vars(stage_memory.of(sizes.run, deferred_layers=deferred, on_gpu=on_gpu)))
     held = {name: math.ceil(num) for name, num in state(sizes).items() if num}
     if parts["in_flight"]:
-        held |= {name: parts.pop(part) for part, name in _IN_FLIGHT.items()}
+        held |= {name: parts.pop(part) for part, name in _LEFT_TO_NEXT_STEP.items()}
     rest = {name: num for name, num in parts.items() if num and name not in _STATE}
     rest |= {name: math.ceil(num) for name, num in _rounded(sizes).items()}
     peaks = {BACKWARD: rest}

@@ -52,7 +52,8 @@ BYTES = {
     "sums of gradients": PALE_ORANGE, "gradients of the head": YELLOW,
     "saved activations": GREEN, "kept": GREEN,
     "copies of activations": SLATE, "copies of weights and gradients": GRAY,
-    "gathered weights": BROWN, "loss": RED, "a layer": PURPLE, "working": PURPLE,
+    "gathered weights": BROWN, "loss": RED, "a layer": PURPLE, "a layer, begun": PURPLE,
+    "gradient of the head": YELLOW, "gradient of the embedding": YELLOW, "working": PURPLE,
     "a segment": PALE_PURPLE, "waiting": YELLOW, "factors": PALE_PURPLE, "versions": NAVY,
     "in flight": PALE_ORANGE, "updated parameters": NAVY, "whole matrices": BROWN,
 }  # fmt: skip

@@ -290,9 +290,9 @@ def _message(sizes: Sizes, purpose, kind, axes, num_bytes, count, name="") -> Me
 
 def _weights(sizes: Sizes, passes: Passes, turns: int, on_gpu: bool) -> Iterator[Message]:
     """Gathers of weights, sums of their gradients, gathers of what was updated."""
-    # XLA:GPU adds gradients of turns up before they are summed over devices, but for bf16, whose
+    # XLA adds gradients of turns up before they are summed over devices, but for bf16, whose
     # additions it makes in fp32.
-    own_sums = turns if not on_gpu or sizes.policy.reduce == jnp.bfloat16 else 1
+    own_sums = turns if sizes.policy.reduce == jnp.bfloat16 else 1
     for leaf in leaves(sizes.run.model):
         if not leaf.is_matrix:
             yield from _of_vector(sizes, passes, leaf)

@@ -24,7 +24,8 @@ PROGRAMS = compiled_programs.read(ROOT / "tests" / "golden" / "programs.jsonl")
 DRAWN = compiled_programs.read(ROOT / "tests" / "golden" / "drawn_programs.jsonl")
 BY_NAME = {program.name: program for program in PROGRAMS}
 DRAWN_BY_NAME = {program.name: program for program in DRAWN}
-
+# Plain options at real widths on few devices, in a cover of their pairs; and some beside it.
+PLAIN = compiled_programs.read(ROOT / "tests" / "golden" / "plain_programs.jsonl")
 
 ALL = {
     program.name: program
@@ -91,18 +92,30 @@ def test_what_is_admitted_fits():
 
 
 def test_peak_memory_of_programs_that_were_drawn_on_average():
-    """Of those that take 2 GiB of a device and more. One is 12% off (`FURTHER_OFF`), and
-    PipeDream-2BW with a layer in each of two stages 9.4%."""
+    """Of those that take 2 GiB of a device and more."""
     large = [name for name, program in DRAWN_BY_NAME.items() if program.peak >= 2 * 2**30]
-    *others, of_2bw, last = sorted(abs(errors(name).peak) for name in large)
-    assert len(large) >= 90 and np.mean([*others, of_2bw, last]) <= 0.03
-    assert max(others) <= 0.09 and of_2bw <= 0.095 and last <= 0.125
+    off = [abs(errors(name).peak) for name in large]
+    assert len(large) >= 100 and np.mean(off) <= 0.026 and max(off) <= 0.1
+
+
+def test_plain_options():
+    """Few layers at real widths. In one XLA:TPU sums a tied table's gradient in fp32 whole, which
+    is counted as scattered chunk by chunk."""
+    found = [errors(program.name) for program in PLAIN]
+    off = sorted(abs(error.peak) for error in found)
+    assert len(off) >= 95 and np.mean(off) <= 0.033
+    assert sum(error > 0.08 for error in off) <= 0.12 * len(off) and off[-1] <= 0.165
+    assert all(
+        abs(of.state) * one.state <= 12 * 2**20 for one, of in zip(PLAIN, found, strict=True)
+    )
+    sent = [max(map(abs, error.sent.values()), default=0) for error in found]
+    assert sum(of > 0.02 for of in sent) <= 1
 
 
 # What is known not to be counted (docs/plan.md): of a program's peak, and of its bytes.
 FURTHER_OFF = {
-    # Untied tables, whole and summed in fp32 over microbatches: their gradients are not apart.
-    ("llama3_8b", "v5p:2x2x1", "sharding.layout=ddp", "batch.accumulation=4"): (0.125, 0.02),
+    # 36 columns of 2,304 over 64 devices: XLA:TPU scatters 40 or 48.
+    ("gemma3_1b", "v5p:4x4x4", "model.width=2304", "mesh.fsdp=64"): (0.02, 0.13),
     # XLA:TPU rounds 2,048 positions of a reduce-scatter over `tensor` up to 2,112.
     ("gemma3_1b", "v5e:2x4", "mesh.tensor=4", "sharding.layout=zero1"): (0.02, 0.031),
 }

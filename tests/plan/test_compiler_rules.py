@@ -89,13 +89,14 @@ def _at_the_loss(on_gpu: bool, **keys):
 def test_gradients_that_are_there_at_the_loss():
     keys = dict(model__vocab_size=32768, loss__chunks=4)
     whole = dict(mesh__data=8, sharding__layout="ddp", **keys)
-    held, head, layers = _at_the_loss(True, **whole)
+    held, head, layers = _at_the_loss(False, **whole)
     assert held > head + layers  # norms too
-    # ZeRO-1 rounds the head's behind the loss, unless it stays in fp32.
+    # GPUs round the head's behind the loss, unless it stays in fp32.
     shares = whole | dict(sharding__layout="zero1")
-    assert _at_the_loss(True, **shares)[0] == held - head
+    assert _at_the_loss(True, **shares)[0] == _at_the_loss(True, **whole)[0] == held - head
     exact = dict(precision="bf16_fp32_reduce")
     assert _at_the_loss(True, **shares, **exact)[0] == _at_the_loss(True, **whole, **exact)[0]
+    assert _at_the_loss(True, **whole, **exact)[0] > _at_the_loss(True, **exact, **whole)[1]
     # XLA:TPU makes those of layers behind it where weights are gathered.
     gathered, head, layers = _at_the_loss(False, mesh__fsdp=8, **keys)
     assert 2 * head <= gathered < 2 * head + layers / 20  # of both tables, and norms
