@@ -39,9 +39,12 @@ def at_the_loss(sizes: Sizes, common: dict[str, float], on_gpu: bool) -> dict[st
 
 def _on_gpus(sizes: Sizes, held: float, gathers: bool) -> dict[str, float]:
     """At the loss: none where several microbatches gather nothing, and layers save all products or
-    are a loop over periods; but the head's, where the loss has one chunk or it is whole."""
+    are a loop over periods, or two tables are split over `tensor`; else all but the head's, where
+    the loss has one chunk or it is whole."""
     saves_products = remat_costs.saves_all_products(sizes.run.model, sizes.run.remat)
-    if _several(sizes) and not gathers and (periods.number(sizes) > 1 or saves_products):
+    two_tables = sizes.mesh["tensor"] > 1 and not sizes.run.model.tied_head
+    behind = periods.number(sizes) > 1 or saves_products or two_tables
+    if _several(sizes) and not gathers and behind:
         return {"gradients": 0.0}
     # The loss counts the sum over chunks of a whole head's gradient, which is rounded behind it.
     rounded_later = _whole(sizes) and sizes.reduce_bytes < FP32
@@ -69,18 +72,18 @@ def _on_tpus(sizes: Sizes, held: float, gathers: bool) -> dict[str, float]:
 
 def summed_at_once(sizes: Sizes, common: dict[str, float], on_gpu: bool) -> dict[str, float]:
     """While layers are differentiated, of two tables whose gradients are whole, and are summed over
-    several microbatches. In fp32 both are summed as they are made. XLA:TPU adds the head's in bf16
-    at once too where the loss has one chunk, and so keeps no logits."""
+    several microbatches. In fp32 both are summed as they are made, and so are GPUs' with parameters
+    in bf16. XLA:TPU adds the head's in bf16 at once too where the loss has one chunk, and so keeps
+    no logits."""
     if "gradients" not in common or not _sums_whole_tables(sizes):
         return {}
-    tables = [leaf for leaf in leaves(sizes.run.model) if leaf.name in ("embedding", "head")]
-    found = {}
-    if sizes.reduce_bytes < FP32:
-        if on_gpu or utilization.loss_chunks(sizes.run) > 1:
-            return {}
-        tables, found = [sizes.head], {"logits": 0.0}
+    if sizes.reduce_bytes == FP32 or embedding_in_fp32(sizes, on_gpu):
+        names, found = ("embedding", "head"), {"rounded head": 0.0}
+    elif not on_gpu and utilization.loss_chunks(sizes.run) == 1:
+        names, found = ("head",), {"logits": 0.0}
     else:
-        found = {"rounded head": 0.0}
+        return {}
+    tables = (leaf for leaf in leaves(sizes.run.model) if leaf.name in names)
     of_tables = sizes.reduce_bytes * sum(sizes.local(leaf, "gradients") for leaf in tables)
     return {"gradients": common["gradients"] - of_tables} | found
 

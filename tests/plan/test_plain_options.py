@@ -150,11 +150,30 @@ def test_gradients_behind_the_loss_where_layers_save_all_products():
     assert _parts(memory.END_OF_FORWARD, True, **keys)["gradients"] > 0
 
 
+def test_gradients_behind_the_loss_where_two_tables_are_split_over_tensor():
+    """On GPUs, with several microbatches that gather nothing."""
+    keys = dict(
+        mesh__data=4, mesh__tensor=2, sharding__layout="ddp", remat="full", loss__chunks=4,
+        batch__accumulation=4, batch__size=128,
+    )  # fmt: skip
+    assert "gradients" not in _parts(memory.END_OF_FORWARD, True, **keys)
+    for other in (
+        dict(model__tied_head=True), dict(batch__accumulation=1),
+        dict(mesh__data=1, mesh__fsdp=4, sharding__layout="zero3"),
+    ):  # fmt: skip
+        assert _parts(memory.END_OF_FORWARD, True, **keys | other)["gradients"] > 0
+
+
 def test_lookups_of_parameters_in_bf16_are_added_up_in_fp32():
     """On several GPUs, where gradients are whole and layers are run again."""
     name, keys = "gradient of the embedding", WHOLE | dict(precision="pure_bf16")
     table = sizes.of(_run(**keys)).head.numbers
     assert _parts(memory.BACKWARD, True, **keys)[name] == 4 * table
+    assert _parts(memory.END_OF_FORWARD, True, **keys)[name] == 4 * table
+    # Over several microbatches both tables' are summed as they are made.
+    several = keys | dict(batch__accumulation=4, batch__size=128)
+    every, of_table = _gradients(**several)
+    assert _parts(memory.BACKWARD, True, **several)["gradients"] == math.ceil(every - 2 * of_table)
     split = dict(mesh__data=1, mesh__fsdp=8, sharding__layout="zero3")
     for other in (dict(precision="bf16"), dict(remat="none"), split):
         assert name not in _parts(memory.BACKWARD, True, **keys | other)
