@@ -19,10 +19,10 @@ import pytest
 from support import tiers
 
 jax.config.update("jax_num_cpu_devices", 8)
-# Traced programs are many small objects that live long: looking for garbage among them took 6% of
-# a test of parity. What is imported so far is never garbage.
+# Traced programs are many small objects that live long: looking for garbage among them took 3 to
+# 6% of the time. What is imported so far is never garbage.
 gc.freeze()
-gc.set_threshold(200_000, 50, 100)
+gc.set_threshold(50_000, 10, 10)
 # Tests look at what is compiled, so nothing may come from an earlier run's cache.
 jax.config.update("jax_enable_compilation_cache", False)
 
