@@ -230,6 +230,15 @@ def test_what_pipedream_leaves_to_the_next_step_is_state():
     assert not {"kept", "waiting", "in flight"} & flushed.state.keys()
 
 
+def test_beside_the_loss_of_pipedream_no_other_tick_has_begun():
+    keys = dict(model__vocab_size=131072, model__mlp_dim=2048, loss__chunks=1)
+    flushed, periodic = (
+        _stages(**keys, pipeline__schedule=name).working for name in ("1f1b", "pipedream_2bw")
+    )
+    tokens = sizes.of(_run(**STAGES | keys)).tokens
+    assert flushed - periodic == 6 * 2 * tokens * 2048  # arrays of the MLP
+
+
 def test_with_prediction_the_weights_predicted_from_are_in_flight():
     keys = dict(pipeline__schedule="pipedream_2bw", pipeline__predict=True)
     held = _stages(**keys)
