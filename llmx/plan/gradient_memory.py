@@ -39,10 +39,10 @@ def at_the_loss(sizes: Sizes, common: dict[str, float], on_gpu: bool) -> dict[st
 
 def _on_gpus(sizes: Sizes, held: float, gathers: bool) -> dict[str, float]:
     """At the loss: none where several microbatches gather nothing, and layers save all products or
-    are a loop over periods, or two tables are split over `tensor`; else all but the head's, where
-    the loss has one chunk or it is whole."""
+    are a loop over periods, or two tables, whole but for `tensor`, have their gradients; else all
+    but the head's, where the loss has one chunk or it is whole."""
     saves_products = remat_costs.saves_all_products(sizes.run.model, sizes.run.remat)
-    two_tables = sizes.mesh["tensor"] > 1 and not sizes.run.model.tied_head
+    two_tables = sizes.mesh["tensor"] > 1 and not sizes.run.model.tied_head and _whole(sizes)
     behind = periods.number(sizes) > 1 or saves_products or two_tables
     if _several(sizes) and not gathers and behind:
         return {"gradients": 0.0}

@@ -158,7 +158,7 @@ def test_gradients_behind_the_loss_where_two_tables_are_split_over_tensor():
     )  # fmt: skip
     assert "gradients" not in _parts(memory.END_OF_FORWARD, True, **keys)
     for other in (
-        dict(model__tied_head=True), dict(batch__accumulation=1),
+        dict(model__tied_head=True), dict(batch__accumulation=1), dict(sharding__layout="zero2"),
         dict(mesh__data=1, mesh__fsdp=4, sharding__layout="zero3"),
     ):  # fmt: skip
         assert _parts(memory.END_OF_FORWARD, True, **keys | other)["gradients"] > 0
