@@ -58,20 +58,9 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
         logits = arrays.tied_logits
     policy = precision.policy_of(run.precision, run.reduce_dtype)
     compute = policy.compute.itemsize
-    name = "embedding" if run.model.tied_head else "head"
-    head = next(leaf for leaf in leaves(run.model) if leaf.name == name)
-    numbers = Held(run).numbers(head, "parameters")
-    in_place = policy.reduce.itemsize == FP32 and numbers <= Held(run).numbers(head, "gradients")
-    of_head = FP32 if policy.reduce.itemsize == FP32 else arrays.head
-    if in_place:
-        of_head = arrays.head_fp32
-    if on_gpu and kind == 0 and is_one_device(run):
-        of_head = 0.0  # it is made when the logits are gone
-    if on_gpu:  # in the parameters' dtype
-        of_head *= policy.param.itemsize / FP32
     tokens, rows, width = _tokens(run), _rows(run), run.model.width
     of_chunk = FP32 * tokens * rows
-    of_logits = gradients * compute * tokens * rows
+    of_logits = gradients * gradients_of_logits(run)
     if not on_gpu and compute == FP32:
         of_logits = 0.0  # in the logits' place
     read = compute == policy.param.itemsize and not splits_parameters(run)
@@ -85,7 +74,23 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     else:
         found = logits * of_chunk + copied * compute * rows * width
         found += of_logits if of_logits > arrays.core_bytes else 0.0
-    return found + FP32 * tokens * width + of_head * numbers
+    made_later = on_gpu and kind == 0 and is_one_device(run)  # when the logits are gone
+    return found + FP32 * tokens * width + (0.0 if made_later else _sums_of_head(run, arrays))
+
+
+def _sums_of_head(run: Config, arrays: Arrays) -> float:
+    """Bytes of the sums of the head's gradient over chunks."""
+    policy, held = precision.policy_of(run.precision, run.reduce_dtype), Held(run)
+    name = "embedding" if run.model.tied_head else "head"
+    head = next(leaf for leaf in leaves(run.model) if leaf.name == name)
+    numbers = held.numbers(head, "parameters")
+    of_number = arrays.head
+    if policy.reduce.itemsize == FP32:
+        in_place = numbers <= held.numbers(head, "gradients")
+        of_number = arrays.head_fp32 if in_place else FP32
+    if arrays is GPU:  # in the parameters' dtype
+        of_number *= policy.param.itemsize / FP32
+    return of_number * numbers
 
 
 def gradients_of_logits(run: Config) -> float:

@@ -75,7 +75,7 @@ def saves_all(model: ModelConfig, text: str) -> bool:
 
 
 def saves_all_products(model: ModelConfig, text: str) -> bool:
-    """Whether each layer saves all products with weights and no more, as `remat="dots"` says."""
+    """Whether each layer saves all products with weights, and not everything: `remat="dots"`."""
     saved = [policy.saved for policy in policies(model, text)]
     return not segments(model, text) and all(
         names is not None and names >= set(remat.PRODUCTS) for names in saved

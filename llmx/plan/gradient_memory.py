@@ -3,7 +3,6 @@
 from llmx.config import utilization
 from llmx.config.axes import is_one_device
 from llmx.config.state_memory import FP32, leaves
-from llmx.model import remat_costs
 from llmx.plan import head_memory, periods, traffic
 from llmx.plan.sizes import Sizes
 
@@ -14,7 +13,7 @@ def buffers(sizes: Sizes) -> dict[str, float]:
     for leaf in leaves(sizes.run.model):
         held = sizes.local(leaf, "gradients")
         found["gradients"] += held * (sizes.reduce_bytes if leaf.is_matrix else FP32)
-        found["sums of gradients"] += held * FP32 * (sizes.run.batch.accumulation > 1)
+        found["sums of gradients"] += held * FP32 * sizes.several
     return found
 
 
@@ -29,8 +28,8 @@ def at_the_loss(sizes: Sizes, common: dict[str, float], on_gpu: bool) -> dict[st
     all, but where GPUs gather weights."""
     held, gathers = common.get("gradients", 0.0), bool(sizes.axes_of("embed", "parameters"))
     if held and sizes.reduce_bytes == FP32 and _sums_whole_tables(sizes):
-        return {"gradients": _of_head(sizes)}
-    if is_one_device(sizes.run) or (_saves_all(sizes) and not (on_gpu and gathers)):
+        return {"gradients": of_head(sizes)}
+    if is_one_device(sizes.run) or (sizes.saves_all and not (on_gpu and gathers)):
         return {"gradients": 0.0}
     if not held:
         return {}
@@ -41,22 +40,21 @@ def _on_gpus(sizes: Sizes, held: float, gathers: bool) -> dict[str, float]:
     """At the loss: none where several microbatches gather nothing, and layers save all products or
     are a loop over periods, or two tables, whole but for `tensor`, have their gradients; else all
     but the head's, where the loss has one chunk or it is whole."""
-    saves_products = remat_costs.saves_all_products(sizes.run.model, sizes.run.remat)
     two_tables = sizes.mesh["tensor"] > 1 and not sizes.run.model.tied_head and _whole(sizes)
-    behind = periods.number(sizes) > 1 or saves_products or two_tables
-    if _several(sizes) and not gathers and behind:
+    behind = periods.number(sizes) > 1 or sizes.saves_products or two_tables
+    if sizes.several and not gathers and behind:
         return {"gradients": 0.0}
     # The loss counts the sum over chunks of a whole head's gradient, which is rounded behind it.
     rounded_later = _whole(sizes) and sizes.reduce_bytes < FP32
     if utilization.loss_chunks(sizes.run) > 1 and not rounded_later:
         return {}
-    return {"gradients": held - _of_head(sizes)}
+    return {"gradients": held - of_head(sizes)}
 
 
 def _on_tpus(sizes: Sizes, held: float, gathers: bool) -> dict[str, float]:
     """At the loss: those of layers are made behind it where weights are gathered, there are several
     microbatches, or layers are a loop over periods."""
-    if not gathers and not _several(sizes) and periods.number(sizes) == 1:
+    if not gathers and not sizes.several and periods.number(sizes) == 1:
         return {}
     if padded := head_memory.padded_tables(sizes, traffic.LANES):
         # They are there from the beginning, and nothing that the backward pass makes.
@@ -64,9 +62,9 @@ def _on_tpus(sizes: Sizes, held: float, gathers: bool) -> dict[str, float]:
             "tables in another layout": padded, "gradients": 0.0, "gradient of the head": 0.0,
             "turned weights": 0.0, "copies of weights and gradients": 0.0,
         }  # fmt: skip
-    if _several(sizes) and _whole(sizes):
+    if sizes.several and _whole(sizes):
         # The embedding's is the last; of one chunk the head's is not apart.
-        return {"gradients": _of_head(sizes) * (utilization.loss_chunks(sizes.run) > 1)}
+        return {"gradients": of_head(sizes) * (utilization.loss_chunks(sizes.run) > 1)}
     return {"gradients": held - of_layers(sizes)}
 
 
@@ -77,7 +75,7 @@ def summed_at_once(sizes: Sizes, common: dict[str, float], on_gpu: bool) -> dict
     no logits."""
     if "gradients" not in common or not _sums_whole_tables(sizes):
         return {}
-    if sizes.reduce_bytes == FP32 or embedding_in_fp32(sizes, on_gpu):
+    if sizes.reduce_bytes == FP32 or (on_gpu and embedding_in_fp32(sizes)):
         names, found = ("embedding", "head"), {"rounded head": 0.0}
     elif not on_gpu and utilization.loss_chunks(sizes.run) == 1:
         names, found = ("head",), {"logits": 0.0}
@@ -90,18 +88,11 @@ def summed_at_once(sizes: Sizes, common: dict[str, float], on_gpu: bool) -> dict
 
 def _sums_whole_tables(sizes: Sizes) -> bool:
     """Of two tables, over several microbatches, on each device (along `tensor` its rows)."""
-    return _several(sizes) and not sizes.run.model.tied_head and _whole(sizes)
+    return sizes.several and not sizes.run.model.tied_head and _whole(sizes)
 
 
-def _several(sizes: Sizes) -> bool:
-    return sizes.run.batch.accumulation > 1
-
-
-def _saves_all(sizes: Sizes) -> bool:
-    return remat_costs.saves_all(sizes.run.model, sizes.run.remat)
-
-
-def _of_head(sizes: Sizes) -> float:
+def of_head(sizes: Sizes) -> float:
+    """Of one microbatch, in the reduce dtype."""
     return sizes.reduce_bytes * sizes.local(sizes.head, "gradients")
 
 
@@ -110,13 +101,13 @@ def _whole(sizes: Sizes) -> bool:
     return not sizes.axes_of("embed", "gradients")
 
 
-def embedding_in_fp32(sizes: Sizes, on_gpu: bool) -> float:
-    """Of parameters in bf16, where `remat` is not "none": XLA:GPU adds up the lookups' gradients in
-    fp32, where they are whole on each of several devices, and has zeros for them from the loss
-    on."""
+def embedding_in_fp32(sizes: Sizes) -> float:
+    """On GPUs, of parameters in bf16, where `remat` is not "none": the lookups' gradients are added
+    up in fp32, where they are whole on each of several devices, and zeros for them are there from
+    the loss on."""
     whole = _whole(sizes) and not is_one_device(sizes.run)
     bf16 = max(sizes.param_bytes, sizes.reduce_bytes) < FP32
-    if not on_gpu or not whole or not bf16 or _saves_all(sizes):
+    if not whole or not bf16 or sizes.saves_all:
         return 0.0
     return FP32 * sum(
         sizes.local(leaf, "gradients")

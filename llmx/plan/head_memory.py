@@ -45,7 +45,7 @@ def scattered(sizes: Sizes, on_gpu: bool) -> float:
 def padding_of(sizes: Sizes, lanes: int) -> float:
     """By how much rows of a device's columns of the width grow where XLA:TPU fills them up to whole
     lanes; 1 = they are whole, or sums over microbatches keep their layout."""
-    if sizes.run.batch.accumulation > 1:
+    if sizes.several:
         return 1.0
     columns = sizes.run.model.width // sizes.size(sizes.axes_of("embed", "parameters"))
     return -(-columns // lanes) * lanes / columns

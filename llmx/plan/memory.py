@@ -127,7 +127,10 @@ def of(
     if not on_gpu:
         common |= {"rounded embedding": _rounded_table(sizes, "embedding")}
     if on_gpu:
-        common |= {"a period of layers": _of_period(sizes, common["saved activations"])}
+        common |= {
+            "a period of layers": _of_period(sizes, common["saved activations"]),
+            "gradient of the embedding": gradient_memory.embedding_in_fp32(sizes),
+        }
     else:
         common |= {"turned weights": _turned(sizes)}
     if sizes.run.sync.strategy != "mean":
@@ -139,7 +142,6 @@ def of(
             ),
             "gradient of the head": 0.0 if on_gpu else head_memory.in_the_loss(sizes, exchanges),
             "a layer, begun": _begun(sizes, program, turns),
-            "gradient of the embedding": gradient_memory.embedding_in_fp32(sizes, on_gpu),
         } | gradient_memory.at_the_loss(sizes, common, on_gpu),
         BACKWARD: common | {
             "rounded head": 0.0 if on_gpu else _rounded_table(sizes, "head"),
@@ -148,7 +150,6 @@ def of(
             "gradient of the head": head_memory.behind_the_loss(sizes, on_gpu),
             "logits": loss_memory.kept_logits(sizes.run, on_gpu=on_gpu),
             "tables in another layout": head_memory.padded_tables(sizes, program.lanes),
-            "gradient of the embedding": gradient_memory.embedding_in_fp32(sizes, on_gpu),
         }
         | gradient_memory.summed_at_once(sizes, common, on_gpu)
         | _turned_table(sizes, common, program),
@@ -183,8 +184,7 @@ def state(sizes: Sizes, *, on_host: bool = False) -> dict[str, float]:
 def _saved(sizes: Sizes, program: Program) -> dict[str, float]:
     """What layers save for the backward pass, of one microbatch, and copies of it."""
     found = saved(sizes, program)
-    several = sizes.run.batch.accumulation > 1
-    if _alone(sizes, program) or (program is GPU and (several or _hides_copies(sizes))):
+    if _alone(sizes, program) or (program is GPU and (sizes.several or _hides_copies(sizes))):
         return found
     return found | {"copies of activations": program.head_copies * _queries(sizes)}
 
@@ -205,7 +205,7 @@ def saved(sizes: Sizes, program: Program) -> dict[str, float]:
     model = sizes.run.model
     whole = dataclasses.replace(model, head_dim=_head_dim(model, program))
     whole_sequences = sizes.mesh["sequence"] == 1
-    positions_last = model.positions == "rope" and whole_sequences and not keeps_all(sizes)
+    positions_last = model.positions == "rope" and whole_sequences and not sizes.saves_all
     stream = dataclasses.replace(model, num_heads=0, num_kv_heads=0, mlp_dim=0)
     keys = dataclasses.replace(whole, num_heads=0, mlp_dim=0)
     others = dataclasses.replace(model if positions_last else whole, num_kv_heads=0)
@@ -216,7 +216,7 @@ def saved(sizes: Sizes, program: Program) -> dict[str, float]:
         + (of_others - of_stream) * sizes.tokens / sizes.mesh["tensor"]
     )
     found = {"saved activations": saved}
-    if keeps_all(sizes):
+    if sizes.saves_all:
         # The inputs of products are whole over `tensor`.
         more = sizes.tokens - sizes.tokens_between
         found["saved activations"] += (
@@ -253,11 +253,6 @@ def _weights_of_layers(sizes: Sizes) -> float:
     return sum(sizes.param_bytes * sizes.local(leaf, "parameters") for leaf in of_layers)
 
 
-def keeps_all(sizes: Sizes) -> bool:
-    """Whether layers save everything: `remat="none"`."""
-    return remat_costs.saves_all(sizes.run.model, sizes.run.remat)
-
-
 def _per_token(sizes: Sizes, model: ModelConfig) -> float:
     """Bytes that all layers save of a token."""
     by_layer = remat_costs.saved_bytes_by_layer(
@@ -280,13 +275,8 @@ def _queries(sizes: Sizes) -> float:
 def _begun(sizes: Sizes, program: Program, turns: int) -> float:
     """Beside the loss, of a layer that is run again: where groups of tokens take turns XLA:GPU
     gathers its inputs over `tensor` meanwhile, as it does the last hidden state."""
-    gathered = turns > 1 and sizes.tokens_between < sizes.tokens
-    if (
-        program is not GPU
-        or not gathered
-        or keeps_all(sizes)
-        or remat_costs.saves_all_products(sizes.run.model, sizes.run.remat)
-    ):
+    gathers = turns > 1 and sizes.splits_positions
+    if program is TPU or not gathers or sizes.saves_all or sizes.saves_products:
         return 0.0
     return BEGUN * sizes.compute_bytes * sizes.tokens * sizes.run.model.width
 
@@ -339,7 +329,7 @@ def _turned(sizes: Sizes) -> float:
     if sizes.run.model.num_experts and not sizes.axes_of("embed", "parameters"):
         return _parameter_bytes(sizes, (*_TURNED_ALONE, *experts.copied(sizes)))
     fills_lanes = sizes.run.model.head_dim % TPU.lanes == 0
-    if is_one_device(sizes.run) and fills_lanes and not keeps_all(sizes):
+    if is_one_device(sizes.run) and fills_lanes and not sizes.saves_all:
         return _parameter_bytes(sizes, _TURNED_ALONE)
     return 0.0
 
@@ -348,13 +338,12 @@ def _turned_table(sizes: Sizes, common: dict[str, float], program: Program) -> d
     """While periods of layers are differentiated XLA:TPU has a copy of a tied table that is whole
     on each device, and not its gradient yet: as compiled with Gemma-2 in ZeRO-1."""
     whole = sizes.run.model.tied_head and not sizes.axes_of("embed", "parameters")
-    alone = is_one_device(sizes.run) or periods.number(sizes) == 1
-    if program is not TPU or not whole or alone:
+    in_periods = periods.number(sizes) > 1 and not is_one_device(sizes.run)
+    if program is GPU or not whole or not in_periods:
         return {}
     found = {"a turned table": sizes.param_bytes * sizes.local(sizes.head, "parameters")}
     if held := common.get("gradients"):
-        later = sizes.reduce_bytes * sizes.local(sizes.head, "gradients")
-        found["gradients"] = held - later
+        found["gradients"] = held - gradient_memory.of_head(sizes)
     return found
 
 
@@ -385,7 +374,7 @@ def _gathered(sizes: Sizes) -> dict[str, float]:
     if sizes.run.sharding.gather != "step":
         return {}
     products = (*sizes.weights, sizes.head)
-    heads = WHOLE_HEADS if sizes.run.batch.accumulation == 1 else 1
+    heads = 1 if sizes.several else WHOLE_HEADS
     return {
         "gathered weights": sum(
             sizes.gathered_bytes(leaf) * sizes.whole(leaf) for leaf in products
@@ -408,8 +397,7 @@ def _rounded(sizes: Sizes) -> dict[str, float]:
 def _rounded_table(sizes: Sizes, name: str) -> float:
     """With several microbatches XLA:TPU rounds a table that is whole on each device once, before
     the loop over them; the loss counts the head itself."""
-    several = sizes.run.batch.accumulation > 1
-    if not (several and _casts(sizes)) or sizes.axes_of("embed", "parameters"):
+    if not (sizes.several and _casts(sizes)) or sizes.axes_of("embed", "parameters"):
         return 0.0
     tables = (leaf for leaf in leaves(sizes.run.model) if leaf.name == name)
     return sizes.compute_bytes * sum(sizes.whole(leaf) for leaf in tables)
@@ -422,10 +410,9 @@ def _layer(sizes: Sizes, program: Program, turns: int) -> float:
     mlp_dim = remat_costs.mlp_dim(model)
     bodies = periods.bodies(model) if program.bodies else 1
     gathers = sizes.axes_of("embed", "parameters") and sizes.run.sharding.gather == "layer"
-    several = sizes.run.batch.accumulation > 1
-    if _alone(sizes, program) or (several and not gathers):
+    if _alone(sizes, program) or (sizes.several and not gathers):
         bodies = min(bodies, program.bodies_alone)
-    waits = gathers or _alone(sizes, program) or several
+    waits = gathers or _alone(sizes, program) or sizes.several
     mlp, weights = program.mlp * (1.0 if waits else program.without_gathers), 0.0
     if _alone(sizes, program) and not model.gated_mlp:
         mlp = program.plain_mlp_alone
@@ -485,7 +472,7 @@ def _updated(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> float:
     """New parameters beside the old ones, where they are gathered after the update. A head whose
     gradient XLA:TPU keeps whole is updated before the others, and in its place, if there is one
     microbatch; and it fills heads up to whole lanes in new values of attention's weights."""
-    at_once = not on_gpu and sizes.run.batch.accumulation == 1
+    at_once = not on_gpu and not sizes.several
     in_place = sizes.head.name if at_once and head_memory.keeps_whole(sizes) else None
     gathered = [
         leaf for leaf in leaves(sizes.run.model)

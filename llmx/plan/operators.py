@@ -427,7 +427,7 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     if (steps := device.sizes.rings) > 1:
         queries = number * sizes.tokens * model.num_heads * model.head_dim / tensor
         yield "ring", moved.ring * steps * queries * (2 / 3 if index else 1 / 3), 1.0
-    alone = sizes.mesh["stage"] == 1 and memory.keeps_all(sizes)
+    alone = sizes.mesh["stage"] == 1 and sizes.saves_all
     passes = moved.kept if alone else moved.saves
     if traffic.passes_of(sizes.run).shared:
         passes = moved.slots

@@ -11,7 +11,7 @@ from llmx import sharding
 from llmx.config import Config, recipe, utilization
 from llmx.config.axes import layout_of
 from llmx.config.state_memory import Leaf, leaves
-from llmx.model import costs
+from llmx.model import costs, remat_costs
 from llmx.model.precision import Policy
 from llmx.sharding.layouts import Layout
 from llmx.sharding.mesh import TOKEN_AXES
@@ -48,6 +48,21 @@ class Sizes:
     def splits_positions(self) -> bool:
         """Whether the devices along `tensor` have other positions between blocks."""
         return self.run.sharding.sequence_parallel and self.mesh["tensor"] > 1
+
+    @property
+    def several(self) -> bool:
+        """Whether a step has several microbatches."""
+        return self.run.batch.accumulation > 1
+
+    @property
+    def saves_all(self) -> bool:
+        """Whether layers save everything: `remat="none"`."""
+        return remat_costs.saves_all(self.run.model, self.run.remat)
+
+    @property
+    def saves_products(self) -> bool:
+        """Whether layers save all products with weights: `remat="dots"`."""
+        return remat_costs.saves_all_products(self.run.model, self.run.remat)
 
     @property
     def compute_bytes(self) -> int:

@@ -196,7 +196,7 @@ def of(
     elif not on_gpu:
         found = [_summed(sizes, one, summed) for one in found]
     found = [one for one in found if one.size > 1 and one.count and one.bytes]
-    joins = on_gpu and sizes.run.batch.accumulation == 1
+    joins = on_gpu and not sizes.several
     return _joined(sizes, found, "positions") if joins else found
 
 

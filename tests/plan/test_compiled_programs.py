@@ -3,17 +3,17 @@
 import dataclasses
 import functools
 import json
-import math
 import pathlib
 import runpy
 import sys
 
 import numpy as np
 import pytest
+from support.resolved import resolved
 
 from llmx import config
 from llmx.aot import topologies
-from llmx.config import checks, state_memory
+from llmx.config import state_memory
 from llmx.model import families
 from llmx.plan import __main__ as command
 from llmx.plan import compiled_programs, exchange, memory, search, sizes, traffic
@@ -192,7 +192,7 @@ def test_programs_of_few_tokens():
 )
 def test_sends_that_no_stage_stores_are_left_out_on_gpus(keys, unread):
     """GPipe: what the last ticks of both directions send arrives nowhere."""
-    run = _resolved(**PIPELINE | keys)
+    run = resolved(**PIPELINE | keys)
     passes = traffic.passes_of(run)
     assert (passes.sends, passes.unread, passes.alike) == (10, 2, 10)
     counts = [
@@ -212,24 +212,11 @@ PIPELINE = dict(
 )
 
 
-def _resolved(**keys):
-    run = config.default()
-    for key, value in keys.items():
-        config.set_value(run, key.replace("__", "."), value)
-    mesh = {axis: size for axis, size in vars(run.mesh).items() if isinstance(size, int)}
-    return checks.resolve(run, math.prod(size for size in mesh.values() if size > 0))
-
-
 def _gpt3(**keys):
     run = config.default()
     run.model = families.preset("gpt3_175b")
-    for key, value in ({"batch__size": 1536, "batch__sequence_length": 2048,
-                        "batch__accumulation": 8, "mesh__data": 1} | keys).items():  # fmt: skip
-        config.set_value(run, key.replace("__", "."), value)
-    devices = math.prod(
-        size for size in vars(run.mesh).values() if isinstance(size, int) and size > 0
-    )
-    return sizes.of(checks.resolve(run, devices))
+    batch = dict(batch__size=1536, batch__sequence_length=2048, batch__accumulation=8)
+    return sizes.of(resolved(run, **dict(mesh__data=1) | batch | keys))
 
 
 def test_the_textbook_answer_for_gpt3():
@@ -268,11 +255,11 @@ def test_ddp_sends_each_gradient_once():
     """The textbook's 2 (n-1)/n of the gradients, in bf16, whatever the microbatches."""
     keys = dict(mesh__data=8, mesh__fsdp=1, sharding__layout="ddp", batch__size=64)
     once, often = (
-        traffic.by_axes(traffic.of(sizes.of(_resolved(**keys, batch__accumulation=n))))
+        traffic.by_axes(traffic.of(sizes.of(resolved(**keys, batch__accumulation=n))))
         for n in (1, 8)
     )
     assert once == often
-    of_run = sizes.of(_resolved(**keys))
+    of_run = sizes.of(resolved(**keys))
     matrices = sum(leaf.numbers for leaf in state_memory.leaves(of_run.run.model) if leaf.is_matrix)
     assert once["data"] == pytest.approx(2 * 7 / 8 * 2 * matrices, rel=0.01)
 
@@ -283,7 +270,7 @@ def test_microbatches_gather_weights_again():
         (n, how): sum(
             message.sent
             for message in traffic.of(
-                sizes.of(_resolved(**keys, batch__accumulation=n, sharding__gather=how))
+                sizes.of(resolved(**keys, batch__accumulation=n, sharding__gather=how))
             )
             if message.purpose == "weights" and message.name.startswith("blocks")
         )
@@ -304,7 +291,7 @@ def _sent(run, **keys):
 )
 def test_chunks_of_the_head_are_gathered_for_both_passes(chunks, on_gpu, gathered):
     """As in compiled programs: once more at the end of a loop, which XLA:GPU leaves out of two."""
-    run = _resolved(mesh__data=1, mesh__fsdp=8, batch__size=64, loss__chunks=chunks)
+    run = resolved(mesh__data=1, mesh__fsdp=8, batch__size=64, loss__chunks=chunks)
     sent = [one for one in _sent(run, on_gpu=on_gpu) if one.purpose == "weights"]
     (head,) = (one for one in sent if not one.name.startswith("blocks"))
     rows, width = run.model.padded_vocab // chunks, run.model.width
@@ -314,7 +301,7 @@ def test_chunks_of_the_head_are_gathered_for_both_passes(chunks, on_gpu, gathere
 def test_norms_are_summed_over_devices_with_other_positions():
     keys = dict(mesh__data=1, mesh__fsdp=4, mesh__tensor=2, batch__size=64, batch__accumulation=4)
     for split in (True, False):
-        run = _resolved(**keys, sharding__sequence_parallel=split)
+        run = resolved(**keys, sharding__sequence_parallel=split)
         found = [
             one for one in _sent(run)
             if one.axes == ("tensor",) and one.purpose == "gradients" and "norm" in one.name
@@ -326,7 +313,7 @@ def test_norms_are_summed_over_devices_with_other_positions():
 
 
 def test_gradients_of_replicated_keys_are_summed():
-    run = _resolved(
+    run = resolved(
         mesh__data=1, mesh__tensor=8, batch__size=16, model__num_kv_heads=2, model__num_heads=16,
         sharding__replicate_kv=True,
     )  # fmt: skip
@@ -348,7 +335,7 @@ def test_gathers_in_fp8_are_half_the_bytes():
     full, half, layers = (
         sum(
             message.sent
-            for message in traffic.of(sizes.of(_resolved(**keys, products__gather=gather)))
+            for message in traffic.of(sizes.of(resolved(**keys, products__gather=gather)))
             if message.purpose == "weights" and message.name.startswith("blocks")
         )
         for gather in ("", "fp8", "fp8_layers")
@@ -359,11 +346,11 @@ def test_gathers_in_fp8_are_half_the_bytes():
 def test_stages_of_zero2_hold_new_parameters_beside_the_old():
     keys = dict(mesh__data=1, mesh__stage=2, batch__size=64, batch__accumulation=4)
     keys |= dict(mesh__fsdp=4, sharding__layout="zero2")
-    held = memory.of(sizes.of(_resolved(**keys, model__head_dim=128)))
+    held = memory.of(sizes.of(resolved(**keys, model__head_dim=128)))
     updated = held.peaks[memory.UPDATE]["updated parameters"]
     assert updated == pytest.approx(held.state["parameters"], rel=1e-3)
     # Heads of 64 are filled up to the lanes of TPUs in new values of attention's weights.
-    held = memory.of(sizes.of(_resolved(**keys, model__head_dim=64)))
+    held = memory.of(sizes.of(resolved(**keys, model__head_dim=64)))
     assert held.peaks[memory.UPDATE]["updated parameters"] > 1.01 * held.state["parameters"]
 
 

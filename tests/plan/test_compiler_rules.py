@@ -1,12 +1,10 @@
 """What the compilers of chips do differently, as it was read from programs that nobody chose."""
 
-import math
-
 import pytest
+from support.resolved import resolved
 
-from llmx import config
 from llmx.aot import topologies
-from llmx.config import checks, loss_memory
+from llmx.config import loss_memory
 from llmx.plan import (
     candidates,
     exchange,
@@ -23,12 +21,7 @@ V5E, V5P, H100 = (topologies.parse(name) for name in ("v5e:2x4", "v5p:2x2x2", "h
 
 
 def _run(width: int = 2048, **keys):
-    run = config.default()
-    run.mesh.data, run.batch.size, run.model.width = 1, 16, width
-    for key, value in keys.items():
-        config.set_value(run, key.replace("__", "."), value)
-    mesh = [size for size in vars(run.mesh).values() if isinstance(size, int)]
-    return checks.resolve(run, math.prod(mesh))
+    return resolved(**dict(mesh__data=1, batch__size=16, model__width=width) | keys)
 
 
 def _of_head(run, topology):

@@ -7,9 +7,10 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AbstractDevice
+from support.resolved import resolved
 
 from llmx import config, sharding
-from llmx.config import checks, stage_memory
+from llmx.config import stage_memory
 from llmx.config.recipe import make_recipe
 from llmx.model import families
 from llmx.plan import memory, sizes
@@ -26,10 +27,7 @@ def _resolved(family="llama3", **keys):
     )  # fmt: skip
     run.batch.size, run.batch.sequence_length, run.batch.accumulation = 64, 128, 4
     run.mesh.data = 1
-    for key, value in keys.items():
-        config.set_value(run, key.replace("__", "."), value)
-    mesh = {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
-    return checks.resolve(run, math.prod(mesh.values()))
+    return resolved(run, **keys)
 
 
 ALL_AXES = dict(mesh__data=2, mesh__fsdp=2, mesh__sequence=2, mesh__tensor=2)

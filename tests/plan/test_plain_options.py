@@ -3,20 +3,16 @@
 import math
 
 import pytest
+from support.resolved import resolved
 
-from llmx import config
 from llmx.aot import topologies
-from llmx.config import checks, loss_memory, stage_memory
+from llmx.config import loss_memory, stage_memory
 from llmx.plan import memory, sizes
 
 
 def _run(**keys):
-    run = config.default()
-    run.mesh.data, run.batch.size, run.model.width, run.model.num_layers = 1, 32, 1024, 8
-    for key, value in keys.items():
-        config.set_value(run, key.replace("__", "."), value)
-    mesh = [size for size in vars(run.mesh).values() if isinstance(size, int)]
-    return checks.resolve(run, math.prod(mesh))
+    plain = dict(mesh__data=1, batch__size=32, model__width=1024, model__num_layers=8)
+    return resolved(**plain | keys)
 
 
 # ------------------------------------------------------------------------------ tokens in turns

@@ -1,11 +1,10 @@
 """What programs of XLA:TPU hold, by rules that were read from programs drawn at random."""
 
-import math
-
 import pytest
+from support.resolved import resolved
 
 from llmx import config
-from llmx.config import checks, loss_memory
+from llmx.config import loss_memory
 from llmx.model import families, remat_costs
 from llmx.model.attention import splash
 from llmx.plan import memory, sizes
@@ -21,10 +20,8 @@ def _sizes(model=None, **keys):
         vocab_size=32768, max_positions=2**17, head_dim=128,
     )  # fmt: skip
     run.mesh.data, run.mesh.fsdp, run.batch.size = 1, 8, 8
-    for key, value in (keys | {f"model.{name}": of for name, of in (model or {}).items()}).items():
-        config.set_value(run, key.replace("__", "."), value)
-    mesh = [size for size in vars(run.mesh).values() if isinstance(size, int)]
-    return sizes.of(checks.resolve(run, math.prod(mesh)))
+    of_model = {f"model.{name}": of for name, of in (model or {}).items()}
+    return sizes.of(resolved(run, **keys, **of_model))
 
 
 def test_keys_are_taken_in_slices_of_at_most_four_blocks():
