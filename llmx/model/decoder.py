@@ -393,9 +393,11 @@ class Experts(nnx.Module):
         """Their sum [B, T, D]; `share_BT`: see `Apply.losses`."""
         model, place, config = self.model, execution.place, execution.experts
         exact = dataclasses.replace(execution.policy, numbers=UNROUNDED)
+        # Also its gradient is a product of fp32 numbers, and GPUs leave none of these in bf16.
+        in_fp32 = dataclasses.replace(exact, reduce=jnp.dtype(jnp.float32))
         logits_BTE = dot.dot(
             "BTD,DE->BTE", x_BTD.astype(jnp.float32), self.router.get_value(),
-            out=place.activation(LOGITS), policy=exact, recomputed=execution.recomputed,
+            out=place.activation(LOGITS), policy=in_fp32, recomputed=execution.recomputed,
         )  # fmt: skip
         if self.router_bias is not None:
             logits_BTE = dot.shifted(logits_BTE, self.router_bias.get_value())

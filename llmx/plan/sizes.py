@@ -10,7 +10,7 @@ from typing import Any
 from llmx import sharding
 from llmx.config import Config, recipe, utilization
 from llmx.config.axes import layout_of
-from llmx.config.state_memory import Leaf, leaves
+from llmx.config.state_memory import FP32, Leaf, leaves
 from llmx.model import costs, remat_costs
 from llmx.model.precision import Policy
 from llmx.sharding.layouts import Layout
@@ -80,6 +80,10 @@ class Sizes:
     @property
     def reduce_bytes(self) -> int:
         return self.policy.reduce.itemsize
+
+    def summed_bytes(self, leaf: Leaf) -> int:
+        """Of a number of a split weight's gradient, while it is summed."""
+        return self.reduce_bytes if "router" not in leaf.axes else FP32
 
     @property
     def param_bytes(self) -> int:

@@ -333,7 +333,7 @@ def _added_up(sizes: Sizes, passes: Passes, leaf: Leaf) -> Message:
     """The sum of a gradient over the mesh axes along which tokens differ that do not split it."""
     split_by = sizes.splitting(leaf, "gradients")
     over = [axis for axis in _summed_over(sizes, leaf) if axis not in split_by]
-    num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / sizes.size(split_by)
+    num_bytes = sizes.summed_bytes(leaf) * sizes.whole(leaf) / sizes.size(split_by)
     return _message(sizes, "gradients", "all-reduce", over, num_bytes, passes.steps, leaf.name)
 
 
@@ -361,7 +361,7 @@ def _of_layers(
     )  # fmt: skip
     yield _message(
         sizes, "gradients", "reduce-scatter", sizes.splitting(leaf, "gradients"),
-        sizes.reduce_bytes * numbers,
+        sizes.summed_bytes(leaf) * numbers,
         (passes.weight or passes.backward) * layers * own_sums * times,
         leaf.name,
     )  # fmt: skip

@@ -1,6 +1,7 @@
-"""Mixtures as the TPU compiler makes them: what travels to experts, and what multiplies there."""
+"""Mixtures as compilers make them: what travels to experts, and what multiplies there."""
 
 import pytest
+from support import tiers
 
 from llmx import config
 from llmx.aot import compiler, topologies
@@ -12,8 +13,9 @@ LAYERS, D, K, ROWS, T, BUFFER = 2, 256, 2, 16, 256, 1.5
 TPU = "v5p:2x2x1"
 
 
-def run() -> config.Config:
+def run(precision: str = "bf16") -> config.Config:
     made = config.default()
+    made.precision = precision
     made.model = families.preset(
         "mixtral", num_layers=LAYERS, width=D, num_heads=4, num_kv_heads=2, head_dim=128,
         num_experts=4, experts_per_token=K, expert_dim=512, vocab_size=512, vocab_multiple=128,
@@ -43,3 +45,11 @@ def test_rows_travel_beside_other_work_and_kernels_multiply_them():
     counted = traffic.by_axes(messages)["expert"]
     over = program_lib.wire_bytes(program.select(axes="expert"))
     assert counted == pytest.approx(over, rel=0.02)
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("precision", ["bf16", tiers.full_grid("pure_bf16")])
+def test_gpus_compile_mixtures_in_bf16(precision):
+    """XLA:GPU refuses products of fp32 numbers that leave bf16, and so did mixtures in bf16."""
+    result = compiler.compile(run(precision), "h100:2x2")
+    assert result.fits and result.program.collectives

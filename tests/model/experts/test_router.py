@@ -177,6 +177,18 @@ def config_of(num_layers=2, mesh=None, **keys):
     return runs.make_config("mixtral", model=SMALL | dict(num_layers=num_layers), mesh=mesh, **keys)
 
 
+@pytest.mark.parametrize("policy", ["bf16", "pure_bf16"])
+def test_no_product_of_fp32_numbers_leaves_bf16(policy):
+    """Which GPUs do not have. So the router's gradient is summed in fp32."""
+    recipe = runs.make_recipe(config_of(precision=policy, mesh=dict(data=1, fsdp=2)))
+    program = runs.lower(recipe, "mean").as_text()
+    kinds = re.findall(r"dot_general.*: \((.*)\) -> (.*)", program)
+    dtypes = lambda text: tuple(re.findall(r"(b?f\d+)>", text))  # noqa: E731
+    kinds = {(dtypes(of), *dtypes(to)) for of, to in kinds}
+    assert (("f32", "f32"), "f32") in kinds and (("bf16", "bf16"), "bf16") in kinds
+    assert (("f32", "f32"), "bf16") not in kinds
+
+
 def test_the_bias_moves_against_the_loads_and_the_optimizer_does_not_touch_it():
     """One step: by the rate, towards the mean of the layer; gradients' norm is without loads."""
     rate, found = 0.01, {}
