@@ -93,6 +93,17 @@ def _sums_of_head(run: Config, arrays: Arrays) -> float:
     return of_number * numbers
 
 
+def logits(run: Config) -> float:
+    """Bytes of those of a chunk, in fp32."""
+    return FP32 * _tokens(run) * _rows(run)
+
+
+def of_rows(run: Config) -> float:
+    """Bytes of a chunk of the head, in the compute dtype."""
+    compute = precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize
+    return compute * _rows(run) * run.model.width
+
+
 def gradients_of_logits(run: Config) -> float:
     """Bytes of those of a chunk, in the compute dtype."""
     compute = precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize

@@ -9,6 +9,7 @@ Letters: as in `llmx.model.costs`.
 import dataclasses
 import math
 
+from llmx import sharding
 from llmx.config import Config, loss_memory, state_memory, utilization
 from llmx.config.axes import gathers_ahead, replica_axes, splits_parameters
 from llmx.config.state_memory import Held, leaves
@@ -23,7 +24,10 @@ OF_MLP, OF_STREAM = 4, 4
 # XLA:GPU gathers the next layer's weights ahead, has more arrays [tokens, F] at once, and copies
 # `down` and `out` of all layers in fp32 before its loops, in another layout.
 GATHERED_ON_GPU, MORE_OF_MLP_ON_GPU, COPIED_BYTES = 2, 6, 4
-MORE_WITHOUT_GATHERS = 3  # arrays [tokens, F] on GPUs that gather no weights
+# In place of `OF_MLP` on GPUs that gather no weights: of several layers, of one, and with `tensor`.
+OF_MLP_WITHOUT_GATHERS, OF_MLP_OF_ONE_LAYER, OF_MLP_OVER_TENSOR = 7, 3, 3
+SELECTED_FACTORS = 0.6  # of the factors of a BACKWARD, on GPUs
+LOOKUPS = 4  # gradients of the embedding beside a loss, where schedules interleave chunks
 # Of a chip's memory, where the config has no limit: within the first, or one layer in the second.
 AUTOMATIC, AT_MOST = 2 / 3, 0.9
 
@@ -96,6 +100,8 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
 
 def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) -> float:
     """Bytes of a BACKWARD, or of the loss, whichever are more."""
+    if on_gpu and _waits(run, program):
+        return _one_after_the_other(run, program, deferred)
     chunks, held = utilization.chunks_of(run), Held(run)
     size, per_stage = max(chunks), len(chunks) // run.mesh.stage
     layers_weights = GATHERED_ON_GPU if on_gpu else 1
@@ -106,21 +112,28 @@ def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) 
         working -= _kept(run, remat.inside(run.remat), chunks)
     if program.table.mixes_kinds:
         # What a branch returns is beside the slots, once the other layers are differentiated.
-        factors = deferred * factor_bytes(run) * (program.slots["deferred"] > 0)
+        factors = _factors(run, program, deferred, on_gpu)
         working = max(working, factors + _working(held, chunks, layers_weights, deferred / size))
     # And the gradients of embedding and head of one microbatch.
     outside = GRADIENT_BYTES * sum(
         held.numbers(leaf, "gradients") for leaf in leaves(run.model) if not leaf.in_blocks
     )
     working += outside + on_gpu * _more_on_gpu(run)
-    gathers_none = on_gpu and _joined(program) and not alone and not splits_parameters(run)
-    apart = gathers_none and _rounds_gradients(run)
+    gathers_none = on_gpu and _joined(program) and not splits_parameters(run)
+    apart = gathers_none and (
+        not program.table.periodic if alone else _rounds_gradients(run) or per_stage > 1
+    )
     if apart:
-        working = _without_gathers(held, chunks) + outside
+        of_chunk = _of_one_layer if alone else _without_gathers
+        working = of_chunk(held, chunks) + outside
     # In the ticks of a head the layers of a FORWARD or BACKWARD are done, or not begun.
     of_loss = _of_loss(run, program, on_gpu)
     if _joined(program) if on_gpu else not alone:
         of_loss += outside
+    if gathers_none and per_stage > 1:
+        of_loss += (LOOKUPS - 1) * _lookups(held) + _begun(held, chunks)
+        if not alone and not _rounds_gradients(run):
+            of_loss += _of_chunk(held, size)
     if on_gpu and gathers_ahead(run) and _written_out(program):
         # Two microbatches of FORWARD at a time, one with its logits.
         saved = _kept(run, remat.inside(run.remat), chunks)
@@ -142,14 +155,96 @@ def _without_gathers(held: Held, chunks: tuple[int, ...]) -> float:
     """`_working` of several layers on GPUs, in a body of several ticks that gathers no weights:
     the gradients of a chunk's weights twice, and of a tied head whose logits are one chunk the
     gradient of these, as its own is not made before that of the embedding is added."""
-    run, size = held.run, max(chunks)
-    policy = precision.policy_of(run.precision, run.reduce_dtype)
-    gradients = policy.reduce.itemsize * _of_layers(held, size, "gradients")
-    more = MORE_WITHOUT_GATHERS / MORE_OF_MLP_ON_GPU * _more_on_gpu(run)
-    found = _working(held, chunks, layers_weights=1) + gradients + more
-    if run.model.tied_head and utilization.loss_chunks(run) == 1:
+    run = held.run
+    found = _working(held, chunks, 1, of_mlp=OF_MLP_WITHOUT_GATHERS)
+    found += _of_chunk(held, max(chunks))
+    text = remat.inside(run.remat)
+    if text == "none" or remat_costs.saves_all_products(run.model, text):
+        # A FORWARD's are there too, and beside whole gradients a chunk's logits.
+        found += _kept(run, text, chunks)
+        if _ways(run, "gradients") == 1:
+            found += loss_memory.logits(run) + loss_memory.gradients_of_logits(run)
+    elif run.model.tied_head and utilization.loss_chunks(run) == 1:
         found += loss_memory.gradients_of_logits(run)
     return found
+
+
+def _of_one_layer(held: Held, chunks: tuple[int, ...]) -> float:
+    """The same of one layer: its weights in the compute dtype for a FORWARD and a BACKWARD, and a
+    chunk of the head; what it saved is read from slots where it is used."""
+    run = held.run
+    found = _working(held, chunks, 2, of_mlp=OF_MLP_OF_ONE_LAYER) + loss_memory.of_rows(run)
+    return found - _kept(run, remat.inside(run.remat), chunks)
+
+
+def _factors(run: Config, program: Program, deferred: int, on_gpu: bool) -> float:
+    """What a BACKWARD leaves to WEIGHT. As it selects what a branch returns, XLA:GPU has more than
+    half of it twice, in chunks of several layers that gather no weights."""
+    found = deferred * factor_bytes(run) * (program.slots["deferred"] > 0)
+    several = max(utilization.chunks_of(run)) > 1
+    if on_gpu and several and not splits_parameters(run):
+        found *= 1 + SELECTED_FACTORS
+    return found
+
+
+def _waits(run: Config, program: Program) -> bool:
+    """Whether XLA:GPU has one tick after the other, and begins nothing early: where stages gather
+    no weights, and blocks exchange activations over `tensor`; or each is one device, and its ticks
+    of FORWARD are in one loop and those of BACKWARD in another."""
+    if splits_parameters(run):
+        return False
+    in_two_loops = not _joined(program) and not program.table.splits_backward
+    return run.mesh.tensor > 1 or (in_two_loops and not _sums_gradients(run))
+
+
+def _sums_gradients(run: Config) -> bool:
+    """Whether a stage has several devices with other tokens."""
+    return any(vars(run.mesh)[axis] > 1 for axis in sharding.TOKEN_AXES)
+
+
+def _one_after_the_other(run: Config, program: Program, deferred: int) -> float:
+    """`_comes_and_goes` where GPUs begin nothing early (`_waits`): nothing is copied but fp32
+    gradients that devices or WEIGHTs sum, and of the tables the embedding's is there alone."""
+    chunks, held = utilization.chunks_of(run), Held(run)
+    size, per_stage = max(chunks), len(chunks) // run.mesh.stage
+    working = _working(held, chunks, 1, of_mlp=OF_MLP_OVER_TENSOR)
+    if program.table.mixes_kinds:
+        factors = _factors(run, program, deferred, on_gpu=True)
+        of_rest = _working(held, chunks, 1, deferred / size, OF_MLP_OVER_TENSOR)
+        working = max(working, factors + of_rest)
+    working += (lookups := _lookups(held))
+    if size > 1 and (program.table.splits_backward or _sums_gradients(run)):
+        working += _of_fp32_gradients(held, size, per_stage)
+    of_loss = loss_memory.of(run, on_gpu=True)
+    if _joined(program):
+        of_loss += lookups
+        if size > 1 or remat.inside(run.remat) == "none":
+            of_loss += _begun(held, chunks)
+    return max(working, of_loss)
+
+
+def _begun(held: Held, chunks: tuple[int, ...]) -> float:
+    """Beside the loss on GPUs, of the ticks of a loop's body that are begun: what layers that save
+    all, or all products, saved; of the latter also their gradients."""
+    run, size = held.run, max(chunks)
+    text, saved = remat.inside(run.remat), _kept(run, remat.inside(run.remat), chunks)
+    if text == "none":
+        return saved
+    if not remat_costs.saves_all_products(run.model, text):
+        return 0.0
+    return saved + _of_chunk(held, size)
+
+
+def _of_chunk(held: Held, size: int) -> float:
+    """Gradients of a chunk's weights, of one microbatch."""
+    policy = precision.policy_of(held.run.precision, held.run.reduce_dtype)
+    return policy.reduce.itemsize * _of_layers(held, size, "gradients")
+
+
+def _lookups(held: Held) -> float:
+    """The embedding's gradient of one microbatch."""
+    tables = (leaf for leaf in leaves(held.run.model) if leaf.name == "embedding")
+    return GRADIENT_BYTES * sum(held.numbers(leaf, "gradients") for leaf in tables)
 
 
 def _rounds_gradients(run: Config) -> bool:
@@ -318,16 +413,21 @@ def _gathered(held: Held, count: int, part: str = "") -> float:
     return policy.compute.itemsize * _of_layers(held, count, "parameters", ("embed",), part)
 
 
-def _working(held: Held, chunks: tuple[int, ...], layers_weights: int, share: float = 1.0) -> float:
+def _working(
+    held: Held,
+    chunks: tuple[int, ...],
+    layers_weights: int,
+    share: float = 1.0,
+    of_mlp: float = OF_MLP,
+) -> float:
     """A microbatch's saved activations, read, or made again for a share of a chunk's layers; the
     gradients of a chunk's weights; some layers' weights, gathered, and one layer's activations."""
     run, size = held.run, max(chunks)
     policy = precision.policy_of(run.precision, run.reduce_dtype)
-    gradients = policy.reduce.itemsize * _of_layers(held, size, "gradients")
     gathered = _gathered(held, layers_weights)
-    of_mlp = OF_MLP * run.model.mlp_dim / run.mesh.tensor
+    width = of_mlp * run.model.mlp_dim / run.mesh.tensor + OF_STREAM * run.model.width
     tokens = utilization.tokens_of(run) / run.mesh.sequence
-    layer = policy.compute.itemsize * tokens * (of_mlp + OF_STREAM * run.model.width)
+    layer = policy.compute.itemsize * tokens * width
     saved = _kept(run, remat.inside(run.remat), chunks)
     saved *= share if remat.keeps_input(run.remat) else 1.0
-    return saved + gradients + gathered + layer
+    return saved + _of_chunk(held, size) + gathered + layer

@@ -1,12 +1,14 @@
 """What XLA holds at a time, by options that many runs have: read from a cover of their pairs."""
 
+import dataclasses
 import math
 
 import pytest
 from support.resolved import resolved
 
 from llmx.aot import topologies
-from llmx.config import loss_memory, stage_memory
+from llmx.config import loss_memory, stage_memory, utilization
+from llmx.model import families, remat_costs
 from llmx.plan import memory, sizes
 
 
@@ -273,3 +275,119 @@ def test_gradients_of_one_chunk_of_logits_wait_for_a_tied_table():
     assert one - four == logits == loss_memory.gradients_of_logits(run)
     keys |= dict(model__tied_head=False)
     assert len({_stages(**keys, loss__chunks=num).working for num in (1, 4)}) == 1
+
+
+def _of_stage(**keys):
+    """(a chunk's saved activations, gradients and gathered weights of a layer in bf16; the
+    embedding's gradient in fp32; an array [tokens, F]; one [tokens, D]) of a device."""
+    run = _run(**STAGES | keys)
+    counted, held = sizes.of(run), stage_memory.Held(run)
+    layers = run.model.num_layers / run.mesh.stage
+    blocks = sum(held.numbers(leaf, "gradients") for leaf in counted.weights)
+    (embedding,) = (
+        leaf for leaf in stage_memory.leaves(run.model) if leaf.name == "embedding"
+    )  # fmt: skip
+    saved = layers * 2 * counted.tokens_between * run.model.width  # remat="full"
+    of_mlp = 2 * counted.tokens * run.model.mlp_dim / run.mesh.tensor
+    of_stream = 2 * counted.tokens * run.model.width
+    return (
+        saved, 2 * blocks, 2 * blocks / layers, 4 * held.numbers(embedding, "gradients"),
+        of_mlp, of_stream,
+    )  # fmt: skip
+
+
+OVER_TENSOR = dict(mesh__data=1, mesh__tensor=2, model__num_heads=8, model__mlp_dim=16384)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_over_tensor_ticks_are_apart(schedule):
+    """One layer's weights, three arrays of its MLP, and of the tables the embedding's gradient."""
+    keys = OVER_TENSOR | dict(pipeline__schedule=schedule)
+    saved, gradients, weights, lookups, of_mlp, of_stream = _of_stage(**keys)
+    wanted = saved + gradients + weights + lookups + 3 * of_mlp + 4 * of_stream
+    assert _stages(**keys).working == pytest.approx(wanted, rel=0.01)
+    # In fp32 they take twice as much, and are copied where devices have other tokens.
+    keys |= dict(precision="bf16_fp32_reduce")
+    assert _stages(**keys).working - wanted == pytest.approx(gradients, rel=0.01)
+    assert _stages(**keys | dict(mesh__data=2)).working - wanted > 3 * gradients
+
+
+def test_beside_the_loss_of_layers_that_save_products_their_gradients_are_begun():
+    keys = OVER_TENSOR | dict(model__vocab_size=2**17, model__mlp_dim=2048, loss__chunks=1)
+    full, dots = (_stages(**keys, remat=remat).working for remat in ("full", "dots"))
+    run = _run(**STAGES | keys | dict(remat="dots"))
+    saved = stage_memory.of(run, on_gpu=True).kept / stage_memory._program(run).slots["saved"]
+    assert dots - full == pytest.approx(saved + _of_stage(**keys)[1], rel=0.01)
+    # In one loop of FORWARD and one of BACKWARD nothing is begun.
+    flushed = (
+        _stages(**keys, remat=remat, pipeline__schedule="gpipe").working
+        for remat in ("full", "dots")
+    )
+    assert len(set(flushed)) == 1
+
+
+def test_one_layer_has_its_weights_twice_and_a_chunk_of_the_head():
+    keys = dict(model__num_layers=2, mesh__data=2, model__mlp_dim=16384)
+    _, gradients, weights, lookups, of_mlp, of_stream = _of_stage(**keys)
+    run = _run(**STAGES | keys)
+    rows = loss_memory.of_rows(run)
+    assert rows == 2 * run.model.padded_vocab / 2 * 1024 / utilization.loss_chunks(run)
+    outside = lookups * (1 if run.model.tied_head else 2)
+    wanted = gradients + 2 * weights + outside + 3 * of_mlp + 4 * of_stream + rows
+    assert _stages(**keys).working == pytest.approx(wanted, rel=0.01)
+
+
+def test_interleaved_chunks_have_lookups_of_several_ticks_beside_the_loss():
+    keys = dict(model__num_layers=4, model__vocab_size=2**17, model__mlp_dim=2048, loss__chunks=1)
+    plain, interleaved = (
+        _stages(**keys, pipeline__schedule=name).working for name in ("1f1b", "interleaved_1f1b")
+    )
+    assert interleaved - plain == pytest.approx(3 * _of_stage(**keys)[3], rel=0.05)
+
+
+@pytest.mark.parametrize("remat", ["dots", "none"])
+def test_beside_what_a_backward_reads_there_is_what_a_forward_saved(remat):
+    """Where layers save all products; and a chunk's logits, where gradients are whole."""
+    more = {}
+    for layout in ("zero1", "zero2"):
+        run = _run(**STAGES | dict(sharding__layout=layout, remat=remat, model__vocab_size=2**14))
+        held, chunks = stage_memory.Held(run), (4, 4)
+        plain = stage_memory._working(held, chunks, 1, of_mlp=7) + stage_memory._of_chunk(held, 4)
+        more[layout] = stage_memory._without_gathers(held, chunks) - plain
+    saved = stage_memory.of(run, on_gpu=True).kept / stage_memory._program(run).slots["saved"]
+    logits = loss_memory.logits(run) + loss_memory.gradients_of_logits(run)
+    assert more == pytest.approx(dict(zero1=saved + logits, zero2=saved))
+
+
+def test_on_one_device_a_stage_fp32_gradients_are_not_copied():
+    keys = dict(pipeline__schedule="gpipe", precision="bf16_fp32_reduce", model__mlp_dim=16384)
+    alone, split = dict(mesh__data=1), dict(mesh__data=4)
+    saved, gradients, weights, lookups, of_mlp, of_stream = _of_stage(**keys | alone)
+    wanted = saved + 2 * gradients + weights + lookups + 3 * of_mlp + 4 * of_stream
+    assert _stages(**keys | alone).working == pytest.approx(wanted, rel=0.01)
+    assert _stages(**keys | split).working > wanted + 2 * gradients
+
+
+def test_kinds_of_layers_share_what_is_saved_without_a_name():
+    """A conditional has the arrays of `remat="none"` once, and names of each kind."""
+    model = families.preset("gemma3_1b", num_layers=4)
+    of = lambda model, text: remat_costs.saved_bytes_of_chunk(  # noqa: E731
+        model, text=text, compute_bytes=2, chunks=(2, 2)
+    )
+    mixed = dataclasses.replace(model, layer_pattern=("local", "local", "local", "global"))
+    alike = dataclasses.replace(model, layer_pattern=("local",))
+    assert of(mixed, "none") == of(alike, "none")
+    stream = 2 * 2 * model.width  # the inputs of both layers
+    assert of(mixed, "dots") - stream == 2 * (of(alike, "dots") - stream)
+
+
+def test_factors_that_a_branch_returns_are_selected():
+    keys = OVER_TENSOR | dict(pipeline__schedule="zb_h1")
+    more = _stages(**keys).working - _stages(**OVER_TENSOR).working
+    run = _run(**STAGES | keys)
+    saved = _of_stage(**keys)[0]  # of layers that are not run again while factors are there
+    of_chunk = 4 * stage_memory.factor_bytes(run)
+    assert more == pytest.approx(1.6 * of_chunk, abs=saved + 1)
+    # One layer has none to select, and where weights are gathered it was not seen.
+    held = stage_memory._factors(run, stage_memory._program(run), 4, on_gpu=False)
+    assert held == of_chunk
