@@ -118,6 +118,8 @@ def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) 
     outside = GRADIENT_BYTES * sum(
         held.numbers(leaf, "gradients") for leaf in leaves(run.model) if not leaf.in_blocks
     )
+    if on_gpu and not splits_parameters(run):  # lookups' are scattered when they are added up
+        outside += _table(held, "embedding") - _table(held, "embedding", "gradients")
     working += outside + on_gpu * _more_on_gpu(run)
     gathers_none = on_gpu and _joined(program) and not splits_parameters(run)
     apart = gathers_none and (
@@ -131,7 +133,7 @@ def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) 
     if _joined(program) if on_gpu else not alone:
         of_loss += outside
     if gathers_none and per_stage > 1:
-        of_loss += (LOOKUPS - 1) * _lookups(held) + _begun(held, chunks)
+        of_loss += (LOOKUPS - 1) * _table(held, "embedding") + _begun(held, chunks)
         if not alone and not _rounds_gradients(run):
             of_loss += _of_chunk(held, size)
     if on_gpu and gathers_ahead(run) and _written_out(program):
@@ -160,10 +162,13 @@ def _without_gathers(held: Held, chunks: tuple[int, ...]) -> float:
     found += _of_chunk(held, max(chunks))
     text = remat.inside(run.remat)
     if text == "none" or remat_costs.saves_all_products(run.model, text):
-        # A FORWARD's are there too, and beside whole gradients a chunk's logits.
+        # A FORWARD's are there too, and beside whole gradients a chunk's logits, and the sum of
+        # the head's gradient over chunks.
         found += _kept(run, text, chunks)
         if _ways(run, "gradients") == 1:
             found += loss_memory.logits(run) + loss_memory.gradients_of_logits(run)
+            if utilization.loss_chunks(run) > 1:
+                found += _table(held, "embedding" if run.model.tied_head else "head")
     elif run.model.tied_head and utilization.loss_chunks(run) == 1:
         found += loss_memory.gradients_of_logits(run)
     return found
@@ -212,7 +217,7 @@ def _one_after_the_other(run: Config, program: Program, deferred: int) -> float:
         factors = _factors(run, program, deferred, on_gpu=True)
         of_rest = _working(held, chunks, 1, deferred / size, OF_MLP_OVER_TENSOR)
         working = max(working, factors + of_rest)
-    working += (lookups := _lookups(held))
+    working += (lookups := _table(held, "embedding"))
     if size > 1 and (program.table.splits_backward or _sums_gradients(run)):
         working += _of_fp32_gradients(held, size, per_stage)
     of_loss = loss_memory.of(run, on_gpu=True)
@@ -241,10 +246,10 @@ def _of_chunk(held: Held, size: int) -> float:
     return policy.reduce.itemsize * _of_layers(held, size, "gradients")
 
 
-def _lookups(held: Held) -> float:
-    """The embedding's gradient of one microbatch."""
-    tables = (leaf for leaf in leaves(held.run.model) if leaf.name == "embedding")
-    return GRADIENT_BYTES * sum(held.numbers(leaf, "gradients") for leaf in tables)
+def _table(held: Held, name: str, split: str = "parameters") -> float:
+    """A table's gradient in fp32, before it is scattered."""
+    tables = (leaf for leaf in leaves(held.run.model) if leaf.name == name)
+    return GRADIENT_BYTES * sum(held.numbers(leaf, split) for leaf in tables)
 
 
 def _rounds_gradients(run: Config) -> bool:

@@ -282,14 +282,6 @@ def saved_bytes_by_layer(
     }
     blocks = [model.repeats * by_policy[policy] for policy in chosen]
     of_input = 0 if remat.INPUT in offloaded else compute_bytes * model.width
-    if not _alike(_parts(model.layer_kinds, chunks)):
-        # A conditional saves the names of each kind by themselves, but arrays without names, of
-        # which its branches have as many and as large ones, once.
-        kinds = len(set(model.layer_kinds))
-        blocks = [
-            of_input + (kinds if policy.saved is not None else 1) * (num_bytes - of_input)
-            for policy, num_bytes in zip(chosen, blocks, strict=True)
-        ]
     for first, end in segments(model, text, chunks):
         routing = model.repeats * _routing_bytes(model)
         blocks[first:end] = [of_input + routing, *[routing] * (end - first - 1)]

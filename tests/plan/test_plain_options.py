@@ -356,6 +356,7 @@ def test_beside_what_a_backward_reads_there_is_what_a_forward_saved(remat):
         more[layout] = stage_memory._without_gathers(held, chunks) - plain
     saved = stage_memory.of(run, on_gpu=True).kept / stage_memory._program(run).slots["saved"]
     logits = loss_memory.logits(run) + loss_memory.gradients_of_logits(run)
+    assert utilization.loss_chunks(run) == 1
     assert more == pytest.approx(dict(zero1=saved + logits, zero2=saved))
 
 
@@ -368,17 +369,35 @@ def test_on_one_device_a_stage_fp32_gradients_are_not_copied():
     assert _stages(**keys | split).working > wanted + 2 * gradients
 
 
-def test_kinds_of_layers_share_what_is_saved_without_a_name():
-    """A conditional has the arrays of `remat="none"` once, and names of each kind."""
+def test_a_conditional_saves_what_one_kind_of_layer_does():
+    """Stages that begin elsewhere in the period have a conditional for each layer."""
     model = families.preset("gemma3_1b", num_layers=4)
-    of = lambda model, text: remat_costs.saved_bytes_of_chunk(  # noqa: E731
-        model, text=text, compute_bytes=2, chunks=(2, 2)
-    )
     mixed = dataclasses.replace(model, layer_pattern=("local", "local", "local", "global"))
     alike = dataclasses.replace(model, layer_pattern=("local",))
-    assert of(mixed, "none") == of(alike, "none")
-    stream = 2 * 2 * model.width  # the inputs of both layers
-    assert of(mixed, "dots") - stream == 2 * (of(alike, "dots") - stream)
+    for text in ("none", "dots", "names", "full"):
+        of = (
+            remat_costs.saved_bytes_of_chunk(one, text=text, compute_bytes=2, chunks=(2, 2))
+            for one in (mixed, alike)
+        )
+        assert len(set(of)) == 1
+
+
+def test_lookups_are_whole_until_they_are_scattered():
+    """On GPUs, where gradients are split and parameters are not."""
+    keys = dict(model__vocab_size=2**17, model__mlp_dim=2048)
+    whole, split = (_stages(**keys, sharding__layout=name).working for name in ("zero1", "zero2"))
+    run = _run(**STAGES | keys | dict(sharding__layout="zero2"))
+    head = [leaf for leaf in stage_memory.leaves(run.model) if leaf.name == "head"]
+    held = stage_memory.Held(run)
+    of_head = 4 * sum(
+        held.numbers(leaf, "parameters") - held.numbers(leaf, "gradients") for leaf in head
+    )
+    blocks = sum(
+        held.numbers(leaf, "parameters") - held.numbers(leaf, "gradients")
+        for leaf in sizes.of(run).weights
+    )
+    of_blocks = 2 * 2 * blocks
+    assert 0 < whole - split <= of_head + of_blocks + 1
 
 
 def test_factors_that_a_branch_returns_are_selected():
@@ -391,3 +410,14 @@ def test_factors_that_a_branch_returns_are_selected():
     # One layer has none to select, and where weights are gathered it was not seen.
     held = stage_memory._factors(run, stage_memory._program(run), 4, on_gpu=False)
     assert held == of_chunk
+
+
+def test_two_chunks_of_a_tied_head_have_more_logits_but_in_a_pipeline():
+    keys = dict(model__vocab_size=2**15, mesh__data=1, mesh__fsdp=4, sharding__layout="zero3")
+    for stages, more in (1, 2), (2, 0):
+        tied, apart = (
+            _run(**STAGES | keys | dict(loss__chunks=2, mesh__stage=stages, model__tied_head=tied))
+            for tied in (True, False)
+        )
+        found = loss_memory.of(tied, on_gpu=True) - loss_memory.of(apart, on_gpu=True)
+        assert found == more * loss_memory.logits(tied)
