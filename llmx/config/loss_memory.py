@@ -27,8 +27,7 @@ class Arrays:
     # With more than two chunks that are gathered ahead a body has two turns: logits in fp32 and
     # chunks of the head while the second begins, and while the first makes the head's gradient.
     double_buffered: tuple[tuple[int, int], ...]
-    # The same of two chunks where the head is the embedding table, but in a pipeline: as compiled
-    # with GPT-2.
+    # The same of two chunks where the head is the embedding table: as compiled with GPT-2.
     tied_logits: int
     rows: tuple[int, int, int]  # chunks of the head, gathered, in the compute dtype
     head: float  # bytes per number of a device's share of the head; of split sums in fp32 4
@@ -55,8 +54,9 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     if kind == 1 and on_gpu and not gathers_ahead(run):
         kind = 2
     logits, gradients, copied = (of[kind] for of in (arrays.logits, arrays.gradients, arrays.rows))
-    if kind == 1 and run.model.tied_head and run.mesh.stage == 1:
-        logits = arrays.tied_logits
+    if kind == 1 and run.model.tied_head:
+        # In a pipeline the second chunk is begun when the first has its gradient.
+        logits, gradients = (logits, 1) if run.mesh.stage > 1 else (arrays.tied_logits, gradients)
     policy = precision.policy_of(run.precision, run.reduce_dtype)
     compute = policy.compute.itemsize
     tokens, rows, width = _tokens(run), _rows(run), run.model.width
