@@ -60,7 +60,7 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     policy = precision.policy_of(run.precision, run.reduce_dtype)
     compute = policy.compute.itemsize
     tokens, rows, width = _tokens(run), _rows(run), run.model.width
-    of_chunk = FP32 * tokens * rows
+    of_chunk = logits_of_chunk(run)
     of_logits = gradients * gradients_of_logits(run)
     if not on_gpu and compute == FP32:
         of_logits = 0.0  # in the logits' place
@@ -94,12 +94,12 @@ def _sums_of_head(run: Config, arrays: Arrays) -> float:
     return of_number * numbers
 
 
-def logits(run: Config) -> float:
+def logits_of_chunk(run: Config) -> float:
     """Bytes of those of a chunk, in fp32."""
     return FP32 * _tokens(run) * _rows(run)
 
 
-def of_rows(run: Config) -> float:
+def head_of_chunk(run: Config) -> float:
     """Bytes of a chunk of the head, in the compute dtype."""
     compute = precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize
     return compute * _rows(run) * run.model.width
@@ -126,7 +126,7 @@ def kept_logits(run: Config, *, on_gpu: bool = False) -> float:
             return compute * (_tokens(run) + run.model.width) * _rows(run)
     if chunks > 1 or not arrays.keeps_logits or remat_costs.saves_all(run.model, run.remat):
         return 0.0
-    return FP32 * _tokens(run) * _rows(run)
+    return logits_of_chunk(run)
 
 
 def _tokens(run: Config) -> float:

@@ -24,10 +24,11 @@ OF_MLP, OF_STREAM = 4, 4
 # XLA:GPU gathers the next layer's weights ahead, has more arrays [tokens, F] at once, and copies
 # `down` and `out` of all layers in fp32 before its loops, in another layout.
 GATHERED_ON_GPU, MORE_OF_MLP_ON_GPU, COPIED_BYTES = 2, 6, 4
-# In place of `OF_MLP` on GPUs that gather no weights: of several layers, of one, and with `tensor`.
-OF_MLP_WITHOUT_GATHERS, OF_MLP_OF_ONE_LAYER, OF_MLP_OVER_TENSOR = 7, 3, 3
+# In place of `OF_MLP` on GPUs that gather no weights: of several layers, of one, and where
+# ticks are one after the other.
+OF_MLP_WITHOUT_GATHERS, OF_MLP_OF_ONE_LAYER, OF_MLP_IN_TURN = 7, 3, 3
 SELECTED_FACTORS = 0.6  # of the factors of a BACKWARD, on GPUs
-LOOKUPS = 4  # gradients of the embedding beside a loss, where schedules interleave chunks
+LOOKUPS_AT_ONCE = 4  # gradients of the embedding beside a loss, where schedules interleave chunks
 # Of a chip's memory, where the config has no limit: within the first, or one layer in the second.
 AUTOMATIC, AT_MOST = 2 / 3, 0.9
 
@@ -100,7 +101,7 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
 
 def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) -> float:
     """Bytes of a BACKWARD, or of the loss, whichever are more."""
-    if on_gpu and _waits(run, program):
+    if on_gpu and _begins_nothing_early(run, program):
         return _one_after_the_other(run, program, deferred)
     chunks, held = utilization.chunks_of(run), Held(run)
     size, per_stage = max(chunks), len(chunks) // run.mesh.stage
@@ -121,21 +122,20 @@ def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) 
     if on_gpu and not splits_parameters(run):  # lookups' are scattered when they are added up
         outside += _table(held, "embedding") - _table(held, "embedding", "gradients")
     working += outside + on_gpu * _more_on_gpu(run)
-    gathers_none = on_gpu and _joined(program) and not splits_parameters(run)
-    apart = gathers_none and (
-        not program.table.periodic if alone else _rounds_gradients(run) or per_stage > 1
-    )
+    in_one_body = on_gpu and _joined(program) and not splits_parameters(run)
+    several = not alone and (_rounds_gradients(run) or per_stage > 1)
+    apart = in_one_body and (several or (alone and not program.table.periodic))
     if apart:
-        of_chunk = _of_one_layer if alone else _without_gathers
-        working = of_chunk(held, chunks) + outside
+        count = _without_gathers if several else _of_one_layer
+        working = count(held, chunks) + outside
     # In the ticks of a head the layers of a FORWARD or BACKWARD are done, or not begun.
     of_loss = _of_loss(run, program, on_gpu)
     if _joined(program) if on_gpu else not alone:
         of_loss += outside
-    if gathers_none and per_stage > 1:
-        of_loss += (LOOKUPS - 1) * _table(held, "embedding") + _begun(held, chunks)
-        if not alone and not _rounds_gradients(run):
-            of_loss += _of_chunk(held, size)
+    if in_one_body and per_stage > 1:
+        of_loss += (LOOKUPS_AT_ONCE - 1) * _table(held, "embedding") + _begun(held, chunks)
+        if not alone and not _rounds_gradients(run) and not _saves_products(run):
+            of_loss += _gradients_of_chunk(held, size)
     if on_gpu and gathers_ahead(run) and _written_out(program):
         # Two microbatches of FORWARD at a time, one with its logits.
         saved = _kept(run, remat.inside(run.remat), chunks)
@@ -146,7 +146,7 @@ def _comes_and_goes(run: Config, program: Program, deferred: int, on_gpu: bool) 
         if _joined(program) and not alone and gathers_ahead(run):
             # XLA:GPU begins the next body's ticks, and so has a microbatch's saved activations
             # twice, and those that come from slots once more, in another layout.
-            from_slots = _saves_products(run, chunks) and not remat.keeps_input(run.remat)
+            from_slots = _saves_more_than_inputs(run, chunks) and not remat.keeps_input(run.remat)
             working += (1 + from_slots) * _kept(run, remat.inside(run.remat), chunks)
         if size > 1:
             working += _of_fp32_gradients(held, size, per_stage)
@@ -159,16 +159,14 @@ def _without_gathers(held: Held, chunks: tuple[int, ...]) -> float:
     gradient of these, as its own is not made before that of the embedding is added."""
     run = held.run
     found = _working(held, chunks, 1, of_mlp=OF_MLP_WITHOUT_GATHERS)
-    found += _of_chunk(held, max(chunks))
-    text = remat.inside(run.remat)
-    if text == "none" or remat_costs.saves_all_products(run.model, text):
-        # A FORWARD's are there too, and beside whole gradients a chunk's logits, and the sum of
-        # the head's gradient over chunks.
-        found += _kept(run, text, chunks)
-        if _ways(run, "gradients") == 1:
-            found += loss_memory.logits(run) + loss_memory.gradients_of_logits(run)
-            if utilization.loss_chunks(run) > 1:
-                found += _table(held, "embedding" if run.model.tied_head else "head")
+    found += _gradients_of_chunk(held, max(chunks))
+    saves = _saves_all(run) or _saves_products(run)
+    found += saves * _kept(run, run.remat, chunks)  # of a FORWARD
+    if saves and _ways(run, "gradients") == 1:
+        # And of the loss a part's logits, and the sum of the head's gradient over several.
+        found += loss_memory.logits_of_chunk(run) + loss_memory.gradients_of_logits(run)
+        if utilization.loss_chunks(run) > 1:
+            found += _table(held, "embedding" if run.model.tied_head else "head")
     elif run.model.tied_head and utilization.loss_chunks(run) == 1:
         found += loss_memory.gradients_of_logits(run)
     return found
@@ -176,10 +174,15 @@ def _without_gathers(held: Held, chunks: tuple[int, ...]) -> float:
 
 def _of_one_layer(held: Held, chunks: tuple[int, ...]) -> float:
     """The same of one layer: its weights in the compute dtype for a FORWARD and a BACKWARD, and a
-    chunk of the head; what it saved is read from slots where it is used."""
+    part of the head, where they are cast; what it saved is read from slots where it is used."""
     run = held.run
-    found = _working(held, chunks, 2, of_mlp=OF_MLP_OF_ONE_LAYER) + loss_memory.of_rows(run)
-    return found - _kept(run, remat.inside(run.remat), chunks)
+    policy = precision.policy_of(run.precision, run.reduce_dtype)
+    casts = policy.compute != policy.param
+    found = _working(held, chunks, 1 + casts, of_mlp=OF_MLP_OF_ONE_LAYER)
+    found += casts * loss_memory.head_of_chunk(run)
+    if not remat.keeps_input(run.remat):
+        found -= _kept(run, remat.inside(run.remat), chunks)
+    return found
 
 
 def _factors(run: Config, program: Program, deferred: int, on_gpu: bool) -> float:
@@ -192,38 +195,39 @@ def _factors(run: Config, program: Program, deferred: int, on_gpu: bool) -> floa
     return found
 
 
-def _waits(run: Config, program: Program) -> bool:
+def _begins_nothing_early(run: Config, program: Program) -> bool:
     """Whether XLA:GPU has one tick after the other, and begins nothing early: where stages gather
     no weights, and blocks exchange activations over `tensor`; or each is one device, and its ticks
     of FORWARD are in one loop and those of BACKWARD in another."""
-    if splits_parameters(run):
+    table = program.table
+    if splits_parameters(run) or table.periodic:
         return False
-    in_two_loops = not _joined(program) and not program.table.splits_backward
-    return run.mesh.tensor > 1 or (in_two_loops and not _sums_gradients(run))
+    in_two_loops = not (_joined(program) or table.splits_backward or table.mixes_kinds)
+    return run.mesh.tensor > 1 or (in_two_loops and not _splits_tokens(run))
 
 
-def _sums_gradients(run: Config) -> bool:
-    """Whether a stage has several devices with other tokens."""
+def _splits_tokens(run: Config) -> bool:
+    """Whether a stage has several devices with other tokens, which sum their gradients."""
     return any(vars(run.mesh)[axis] > 1 for axis in sharding.TOKEN_AXES)
 
 
 def _one_after_the_other(run: Config, program: Program, deferred: int) -> float:
-    """`_comes_and_goes` where GPUs begin nothing early (`_waits`): nothing is copied but fp32
+    """`_comes_and_goes` where GPUs begin nothing early (see above): nothing is copied but fp32
     gradients that devices or WEIGHTs sum, and of the tables the embedding's is there alone."""
     chunks, held = utilization.chunks_of(run), Held(run)
     size, per_stage = max(chunks), len(chunks) // run.mesh.stage
-    working = _working(held, chunks, 1, of_mlp=OF_MLP_OVER_TENSOR)
+    working = _working(held, chunks, 1, of_mlp=OF_MLP_IN_TURN)
     if program.table.mixes_kinds:
         factors = _factors(run, program, deferred, on_gpu=True)
-        of_rest = _working(held, chunks, 1, deferred / size, OF_MLP_OVER_TENSOR)
+        of_rest = _working(held, chunks, 1, deferred / size, OF_MLP_IN_TURN)
         working = max(working, factors + of_rest)
     working += (lookups := _table(held, "embedding"))
-    if size > 1 and (program.table.splits_backward or _sums_gradients(run)):
+    if size > 1 and (program.table.splits_backward or _splits_tokens(run)):
         working += _of_fp32_gradients(held, size, per_stage)
     of_loss = loss_memory.of(run, on_gpu=True)
     if _joined(program):
         of_loss += lookups
-        if size > 1 or remat.inside(run.remat) == "none":
+        if size > 1 or _saves_all(run):
             of_loss += _begun(held, chunks)
     return max(working, of_loss)
 
@@ -231,16 +235,25 @@ def _one_after_the_other(run: Config, program: Program, deferred: int) -> float:
 def _begun(held: Held, chunks: tuple[int, ...]) -> float:
     """Beside the loss on GPUs, of the ticks of a loop's body that are begun: what layers that save
     all, or all products, saved; of the latter also their gradients."""
-    run, size = held.run, max(chunks)
-    text, saved = remat.inside(run.remat), _kept(run, remat.inside(run.remat), chunks)
-    if text == "none":
-        return saved
-    if not remat_costs.saves_all_products(run.model, text):
+    run, gradients = held.run, _gradients_of_chunk(held, max(chunks))
+    if not (_saves_all(run) or _saves_products(run)):
         return 0.0
-    return saved + _of_chunk(held, size)
+    return _kept(run, run.remat, chunks) + gradients * _saves_products(run)
 
 
-def _of_chunk(held: Held, size: int) -> float:
+def _saves_all(run: Config) -> bool:
+    """Whether layers save everything from FORWARD to BACKWARD."""
+    text = remat.inside(run.remat)
+    return not remat.keeps_input(run.remat) and remat_costs.saves_all(run.model, text)
+
+
+def _saves_products(run: Config) -> bool:
+    """Whether they save all products with weights, and not everything."""
+    text = remat.inside(run.remat)
+    return not remat.keeps_input(run.remat) and remat_costs.saves_all_products(run.model, text)
+
+
+def _gradients_of_chunk(held: Held, size: int) -> float:
     """Gradients of a chunk's weights, of one microbatch."""
     policy = precision.policy_of(held.run.precision, held.run.reduce_dtype)
     return policy.reduce.itemsize * _of_layers(held, size, "gradients")
@@ -268,7 +281,7 @@ def _of_fp32_gradients(held: Held, size: int, per_stage: int) -> float:
     return copied + 2 * more * _of_layers(held, 1, "parameters", ("embed",), "/mlp/")
 
 
-def _saves_products(run: Config, chunks: tuple[int, ...]) -> bool:
+def _saves_more_than_inputs(run: Config, chunks: tuple[int, ...]) -> bool:
     """Whether a layer that is in no segment saves more than its input."""
     apart = remat_costs.policies_apart(run.model, remat.inside(run.remat), chunks)
     return any(policy.saved is None or policy.saved for policy in apart)
@@ -435,4 +448,4 @@ def _working(
     layer = policy.compute.itemsize * tokens * width
     saved = _kept(run, remat.inside(run.remat), chunks)
     saved *= share if remat.keeps_input(run.remat) else 1.0
-    return saved + _of_chunk(held, size) + gathered + layer
+    return saved + _gradients_of_chunk(held, size) + gathered + layer

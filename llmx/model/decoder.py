@@ -393,7 +393,8 @@ class Experts(nnx.Module):
         """Their sum [B, T, D]; `share_BT`: see `Apply.losses`."""
         model, place, config = self.model, execution.place, execution.experts
         exact = dataclasses.replace(execution.policy, numbers=UNROUNDED)
-        # Also its gradient is a product of fp32 numbers, and GPUs leave none of these in bf16.
+        # Also its gradient is a product of fp32 numbers. GPUs leave none of these in bf16, so it is
+        # rounded behind the product.
         in_fp32 = dataclasses.replace(exact, reduce=jnp.dtype(jnp.float32))
         logits_BTE = dot.dot(
             "BTD,DE->BTE", x_BTD.astype(jnp.float32), self.router.get_value(),

@@ -61,7 +61,7 @@ class Sizes:
 
     @property
     def saves_products(self) -> bool:
-        """Whether layers save all products with weights: `remat="dots"`."""
+        """Whether layers save all products with weights, and not everything: `remat="dots"`."""
         return remat_costs.saves_all_products(self.run.model, self.run.remat)
 
     @property
@@ -82,8 +82,10 @@ class Sizes:
         return self.policy.reduce.itemsize
 
     def summed_bytes(self, leaf: Leaf) -> int:
-        """Of a number of a split weight's gradient, while it is summed."""
-        return self.reduce_bytes if "router" not in leaf.axes else FP32
+        """Of a number of a split weight's gradient, while it is summed over devices. A router's
+        leaves its product in fp32, and is rounded before the sum, but where the weight is split."""
+        in_fp32 = "router" in leaf.axes and self.axes_of("embed", "parameters")
+        return FP32 if in_fp32 else self.reduce_bytes
 
     @property
     def param_bytes(self) -> int:

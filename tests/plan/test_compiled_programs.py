@@ -117,7 +117,8 @@ def test_plain_pipelines():
     """On GPUs."""
     found = [errors(program.name) for program in PIPELINES]
     off = [abs(error.peak) for error in found]
-    assert np.mean(off) <= 0.027 and max(off) <= 0.11 and sum(of > 0.08 for of in off) <= 3
+    assert len(off) >= 72 and np.mean(off) <= 0.034 and max(off) <= 0.13
+    assert sum(of > 0.08 for of in off) <= 8
     assert all(abs(error.state) <= 0.0035 for error in found)
     assert all(abs(of) <= 0.02 for error in found for of in error.sent.values())
 

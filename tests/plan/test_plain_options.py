@@ -296,7 +296,10 @@ def _of_stage(**keys):
     )  # fmt: skip
 
 
-OVER_TENSOR = dict(mesh__data=1, mesh__tensor=2, model__num_heads=8, model__mlp_dim=16384)
+OVER_TENSOR = dict(
+    mesh__data=1, mesh__tensor=2, model__num_heads=8, model__mlp_dim=16384,
+    model__vocab_size=2**15, loss__chunks=4,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
@@ -328,9 +331,10 @@ def test_beside_the_loss_of_layers_that_save_products_their_gradients_are_begun(
 
 def test_one_layer_has_its_weights_twice_and_a_chunk_of_the_head():
     keys = dict(model__num_layers=2, mesh__data=2, model__mlp_dim=16384)
+    keys |= dict(model__vocab_size=2**16, loss__chunks=4)
     _, gradients, weights, lookups, of_mlp, of_stream = _of_stage(**keys)
     run = _run(**STAGES | keys)
-    rows = loss_memory.of_rows(run)
+    rows = loss_memory.head_of_chunk(run)
     assert rows == 2 * run.model.padded_vocab / 2 * 1024 / utilization.loss_chunks(run)
     outside = lookups * (1 if run.model.tied_head else 2)
     wanted = gradients + 2 * weights + outside + 3 * of_mlp + 4 * of_stream + rows
@@ -352,10 +356,12 @@ def test_beside_what_a_backward_reads_there_is_what_a_forward_saved(remat):
     for layout in ("zero1", "zero2"):
         run = _run(**STAGES | dict(sharding__layout=layout, remat=remat, model__vocab_size=2**14))
         held, chunks = stage_memory.Held(run), (4, 4)
-        plain = stage_memory._working(held, chunks, 1, of_mlp=7) + stage_memory._of_chunk(held, 4)
+        plain = stage_memory._working(held, chunks, 1, of_mlp=7) + stage_memory._gradients_of_chunk(
+            held, 4
+        )
         more[layout] = stage_memory._without_gathers(held, chunks) - plain
     saved = stage_memory.of(run, on_gpu=True).kept / stage_memory._program(run).slots["saved"]
-    logits = loss_memory.logits(run) + loss_memory.gradients_of_logits(run)
+    logits = loss_memory.logits_of_chunk(run) + loss_memory.gradients_of_logits(run)
     assert utilization.loss_chunks(run) == 1
     assert more == pytest.approx(dict(zero1=saved + logits, zero2=saved))
 
@@ -407,9 +413,14 @@ def test_factors_that_a_branch_returns_are_selected():
     saved = _of_stage(**keys)[0]  # of layers that are not run again while factors are there
     of_chunk = 4 * stage_memory.factor_bytes(run)
     assert more == pytest.approx(1.6 * of_chunk, abs=saved + 1)
-    # One layer has none to select, and where weights are gathered it was not seen.
-    held = stage_memory._factors(run, stage_memory._program(run), 4, on_gpu=False)
-    assert held == of_chunk
+    # Not on TPUs, nor of one layer, which has none to select; nor seen where weights are gathered.
+    split = dict(mesh__tensor=1, mesh__fsdp=2, sharding__layout="zero3")
+    one_layer = dict(model__num_layers=2)
+    for other, on_gpu in ({}, False), (one_layer, True), (split, True):
+        run = _run(**STAGES | keys | other)
+        num = run.model.num_layers // 2
+        factors = stage_memory._factors(run, stage_memory._program(run), num, on_gpu)
+        assert factors == num * stage_memory.factor_bytes(run)
 
 
 def test_two_chunks_of_a_tied_head_have_more_logits_and_in_a_pipeline_one_gradient():
@@ -420,4 +431,37 @@ def test_two_chunks_of_a_tied_head_have_more_logits_and_in_a_pipeline_one_gradie
             for tied in (True, False)
         )
         found = loss_memory.of(tied, on_gpu=True) - loss_memory.of(apart, on_gpu=True)
-        assert found == more * loss_memory.logits(tied)
+        assert found == more * loss_memory.logits_of_chunk(tied)
+
+
+def test_of_layers_with_part_a_forward_saves_the_input_of_its_chunk_alone():
+    """And a BACKWARD makes the rest again: of one layer, and of several."""
+    for layers in 2, 8:
+        of = {
+            text: _stages(model__num_layers=layers, mesh__data=2, remat=text).working
+            for text in ("part", "part+dots", "part+none")
+        }
+        assert of["part"] < of["part+dots"] < of["part+none"]
+        run = _run(**STAGES | dict(model__num_layers=layers, mesh__data=2))
+        for text in ("part+dots", "part+none"):
+            run = _run(**STAGES | dict(model__num_layers=layers, mesh__data=2, remat=text))
+            more = (
+                stage_memory._kept(run, inside, (layers // 2,) * 2)
+                for inside in (text.partition("+")[2], "full")
+            )
+            saved, inputs = more
+            assert of[text] - of["part"] == pytest.approx(saved - inputs, rel=1e-6)
+
+
+def test_beside_an_interleaved_loss_are_fp32_gradients_of_a_chunk():
+    keys = dict(model__num_layers=8, model__vocab_size=2**17, model__mlp_dim=4096, loss__chunks=1)
+    keys |= dict(pipeline__schedule="interleaved_1f1b")
+    fp32, bf16 = (
+        _run(**STAGES | keys | dict(precision=name)) for name in ("bf16_fp32_reduce", "bf16")
+    )
+    more = stage_memory.of(fp32, on_gpu=True).working - stage_memory.of(bf16, on_gpu=True).working
+    blocks = sum(
+        stage_memory.Held(fp32).numbers(leaf, "gradients") for leaf in sizes.of(fp32).weights
+    )
+    in_loss = loss_memory.of(fp32, on_gpu=True) - loss_memory.of(bf16, on_gpu=True)
+    assert more == pytest.approx(4 * blocks / 2 + in_loss, rel=0.01)

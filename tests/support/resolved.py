@@ -8,7 +8,7 @@ from llmx.config import Config, checks
 
 def resolved(run: Config | None = None, **keys) -> Config:
     """`run`, or the default config, with these values ("__" for "."), on as many devices as its
-    mesh has."""
+    mesh has. `run` is changed."""
     run = run or config.default()
     for key, value in keys.items():
         config.set_value(run, key.replace("__", "."), value)

@@ -179,7 +179,7 @@ def config_of(num_layers=2, mesh=None, **keys):
 
 @pytest.mark.parametrize("policy", ["bf16", "pure_bf16"])
 def test_no_product_of_fp32_numbers_leaves_bf16(policy):
-    """Which GPUs do not have. So the router's gradient is summed in fp32."""
+    """Which GPUs do not have. So the router's gradient is rounded behind its product."""
     recipe = runs.make_recipe(config_of(precision=policy, mesh=dict(data=1, fsdp=2)))
     program = runs.lower(recipe, "mean").as_text()
     kinds = re.findall(r"dot_general.*: \((.*)\) -> (.*)", program)
