@@ -10,7 +10,7 @@ from typing import Any
 from llmx import sharding
 from llmx.config import Config, recipe, utilization
 from llmx.config.axes import layout_of
-from llmx.config.state_memory import FP32, Leaf, leaves
+from llmx.config.state_memory import FP32, Held, Leaf, leaves
 from llmx.model import costs, remat_costs
 from llmx.model.precision import Policy
 from llmx.sharding.layouts import Layout
@@ -119,13 +119,27 @@ class Sizes:
             self._known[key] = tuple(over)
         return self._known[key]
 
+    @functools.cached_property
+    def padding(self) -> float:
+        """By how much the blocks of all stages grow where chunks of a pipeline are not equally
+        long: the shorter ones have empty slots."""
+        return Held(self.run).slots / self.run.model.num_blocks
+
     def local(self, leaf: Leaf, table: str, *, whole: Sequence[str] = ()) -> float:
-        """Numbers of a parameter on a device, without splitting the logical axes `whole`."""
+        """Numbers of a parameter on a device, without splitting the logical axes `whole`; of blocks
+        with the empty slots of stages."""
         key = leaf.name, table, whole
         if key not in self._known:
             split = (self.axes_of(name, table) for name in leaf.axes if name not in (None, *whole))
-            self._known[key] = leaf.numbers / math.prod(map(self.size, split))
+            numbers = leaf.numbers * (self.padding if leaf.in_blocks else 1.0)
+            self._known[key] = numbers / math.prod(map(self.size, split))
         return self._known[key]
+
+    def layers_of(self, leaf: Leaf) -> float:
+        """Layers of which a device has numbers of this parameter."""
+        if not leaf.in_blocks:
+            return leaf.shape[0]
+        return leaf.shape[0] * self.padding / self.mesh["stage"]
 
     def whole(self, leaf: Leaf) -> float:
         """Numbers of a parameter on a device that has it gathered, whole along the width."""

@@ -316,7 +316,7 @@ def _of_vector(sizes: Sizes, passes: Passes, leaf: Leaf) -> Iterator[Message]:
         return
     count = 1
     if leaf.of_layers:
-        num_bytes /= leaf.shape[0] / (sizes.mesh["stage"] if leaf.in_blocks else 1)
+        num_bytes /= sizes.layers_of(leaf)
         count = passes.backward * (passes.blocks if leaf.in_blocks else passes.first)
         count *= sizes.run.model.repeats
     yield _message(sizes, "gradients", "all-reduce", ("tensor",), num_bytes, count, leaf.name)
@@ -342,8 +342,7 @@ def _of_layers(
 ) -> Iterator[Message]:
     """`own_sums`: of the `turns`, how many sum their gradients over devices by themselves."""
     run, layers = sizes.run, passes.blocks if leaf.in_blocks else passes.first
-    of_one = sizes.mesh["stage"] if leaf.in_blocks else 1
-    numbers = sizes.whole(leaf) * of_one / leaf.shape[0]  # of a layer
+    numbers = sizes.whole(leaf) / sizes.layers_of(leaf)  # of a layer
     stack = sizes.stacks[-1 if leaf.in_blocks else 0].run
     again = _layers_again(stack, written_out=on_gpu and gathers_ahead(run))
     # Weights of attention, in heads, have another layout in each pass.

@@ -9,7 +9,7 @@ from support.resolved import resolved
 from llmx.aot import topologies
 from llmx.config import loss_memory, stage_memory, utilization
 from llmx.model import families, remat_costs
-from llmx.plan import memory, sizes
+from llmx.plan import memory, sizes, traffic
 
 
 def _run(**keys):
@@ -465,3 +465,21 @@ def test_beside_an_interleaved_loss_are_fp32_gradients_of_a_chunk():
     )
     in_loss = loss_memory.of(fp32, on_gpu=True) - loss_memory.of(bf16, on_gpu=True)
     assert more == pytest.approx(4 * blocks / 2 + in_loss, rel=0.01)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "schedule, layers, slots", [("1f1b", 9, 12), ("interleaved_1f1b", 9, 16), ("1f1b", 5, 8)]
+)
+def test_empty_slots_of_stages_are_sent_and_updated(layout, schedule, layers, slots):
+    """XLA has them in every array of the blocks: as compiled with 9 layers in 4 stages."""
+    sent = {}
+    for num in layers, slots:
+        mesh = dict(mesh__stage=4, mesh__data=1, mesh__fsdp=2)
+        keys = mesh | dict(sharding__layout=layout, pipeline__schedule=schedule)
+        counted = sizes.of(_run(**STAGES | keys | dict(model__num_layers=num)))
+        sent[num] = traffic.by_axes(traffic.of(counted, on_gpu=True))["fsdp"]
+        assert counted.padding == slots / num
+        stack = next(leaf for leaf in counted.weights if leaf.name.endswith("mlp/up/kernel"))
+        assert counted.layers_of(stack) == slots / 4
+    assert sent[layers] == pytest.approx(sent[slots], rel=1e-9)
