@@ -70,8 +70,9 @@ def cut(num_layers: int, stage_of: Sequence[int], layers: Sequence[int] = ()) ->
             )
         layers = [len(part) for part in np.array_split(np.arange(num_layers), num_chunks)]
     if len(layers) != num_chunks or sum(layers) != num_layers or min(layers) < 1:
+        found = f"{len(layers)} numbers from {min(layers)}, whose sum is {sum(layers)}"
         raise ValueError(
             f"pipeline.layers={tuple(layers)} must be {num_chunks} numbers of at least 1, one for "
-            f"each model chunk, that add up to {num_layers} layers: their sum is {sum(layers)}"
+            f"each model chunk, that add up to {num_layers} layers: these are {found}"
         )
     return ModelChunks(tuple(layers), tuple(map(int, stage_of)))

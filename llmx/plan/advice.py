@@ -36,6 +36,13 @@ def of(report: Report) -> list[str]:
     return found or ["Nothing stands out among what this report has."]
 
 
+def to_fit(report: Report) -> list[str]:
+    """Lines of what to change about a run that does not fit; [] if it does."""
+    if report["memory"]["fits"]:
+        return []
+    return [f"to fit: {line}" for line in (*_of_memory(report), *_of_remat(report))]
+
+
 def _of_memory(report: Report) -> Iterator[str]:
     memory = report["memory"]
     if memory["fits"]:

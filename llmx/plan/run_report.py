@@ -17,6 +17,7 @@ from llmx.aot.topologies import Topology
 from llmx.config import Config, ConfigError, describe, flags, utilization
 from llmx.model import costs, remat
 from llmx.plan import (
+    advice,
     candidates,
     duration,
     exchange,
@@ -91,9 +92,10 @@ def show(
         "no_duration": "" if of_duration else duration_lines[0], "remats": _remats(run, machine),
         "not_counted": uncounted(run), "uncertain": uncertain.of(run, topology, sent, time.step),
     } | ({"search": search} if search else {}) | _phases(run, topology)  # fmt: skip
+    report["advice"] = advice.of(report)
     lines = [
         *(f"{name:<12}{text}" for name, text in head.items()), "",
-        *_memory_lines(held, topology), "",
+        *_memory_lines(held, topology), *advice.to_fit(report), "",
         *time_report.lines(time, of_time), "", *_sent_lines(sent), "", *duration_lines,
         *["" for _ in search_lines[:1]], *search_lines,
     ]  # fmt: skip

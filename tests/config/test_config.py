@@ -107,7 +107,7 @@ BAD = [
     ),
     (
         dict(mesh__stage=2, pipeline__layers=(1, 1)), 2,
-        ["pipeline.layers=(1, 1)", "2 numbers", "add up to 3", "their sum is 2"],
+        ["pipeline.layers=(1, 1)", "2 numbers", "add up to 3", "2 numbers from 1, whose sum is 2"],
     ),
     (
         dict(mesh__stage=2, pipeline__layers=(1, 1, 1)), 2,

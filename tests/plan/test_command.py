@@ -434,3 +434,18 @@ def test_both_reports_admit_the_same(family, capsys):
     assert usable == memory["limit"] and memory["admitted"] == search.ADMITTED
     assert command.main([*argv[:-1], f"--chip={family}", "--devices=8"]) == 0
     assert f"what fits in {search.ADMITTED * usable / 2**30:.2f} GiB" in capsys.readouterr().out
+
+
+def test_a_run_that_does_not_fit_says_what_to_change(capsys):
+    flags = ["--config", str(ROOT / "configs" / "llama3_70b.py"), "--machine=h100:8"]
+    flags += ["--config.mesh.fsdp=8", "--config.mesh.tensor=1", "--config.batch.accumulation=1"]
+    assert command.main(flags) == 1
+    out = capsys.readouterr().out
+    assert "DOES NOT FIT" in out and "more than is admitted" in out
+    assert "to fit: 80.00 GiB, 34% of the peak, are for saved activations: another --config" in out
+    assert command.main([*flags, "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)["advice"]
+    assert any("--config.offload.optimizer" in line for line in told)
+    smaller = [*flags, "--config.model.num_layers=4", "--config.batch.size=8"]
+    assert command.main(smaller) == 0
+    assert "to fit" not in capsys.readouterr().out
