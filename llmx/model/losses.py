@@ -35,6 +35,7 @@ CHUNK_ROWS = 32 * 1024
 # Rows of a chunk are a multiple of this where they can be: 16 bytes of bf16. Of an H200's products
 # of other widths some took twice as long (docs/performance.md).
 ALIGNED = 8
+MOST_TIMES = 4  # as many parts as the limits ask for, where rows have few divisors
 
 
 NATS = "nats"
@@ -154,14 +155,17 @@ def num_chunks(num_tokens: int, num_rows: int) -> int:
     """The fewest parts of `num_rows` that keep the logits of a part under the limits above.
 
     If their rows are no multiple of `ALIGNED`, the nearest number of parts with such rows: up to
-    twice as many, or else fewer, of up to twice the limits. The same on all devices, so that a run
-    is the same wherever it goes on.
+    twice as many, or else fewer, of up to twice the limits. Where rows have so few divisors that
+    there would be more than `MOST_TIMES` as many as the limits ask for, the most of up to twice
+    the limits. The same on all devices, so that a run is the same wherever it goes on.
     """
     limit = most_rows(num_tokens)
     small = [n for n in range(1, math.isqrt(num_rows) + 1) if num_rows % n == 0]
     divisors = sorted({*small, *(num_rows // n for n in small)})
     parts = [n for n in divisors if num_rows // n <= 2 * limit]
     fewest = next(n for n in parts if num_rows // n <= limit)
+    if parts[0] < fewest and fewest > MOST_TIMES * -(-num_rows // limit):
+        fewest = max(n for n in parts if n < fewest)
     aligned = [n for n in parts if num_rows // n % ALIGNED == 0 and n <= 2 * fewest]
     more, fewer = [n for n in aligned if n >= fewest], [n for n in aligned if n < fewest]
     return min(more, default=max(fewer, default=fewest))

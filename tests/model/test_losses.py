@@ -268,6 +268,7 @@ def test_num_chunks_is_the_fewest_under_both_limits():
         (32768, 151936, 64),  # 9,496 rows would be more than twice the limit of 4,096
         (65536, 50304, 48),  # at most 2,048 rows: 32 parts have 1,572, 48 have 1,048
         (16384, 128256, 16),
+        (131072, 75968, 64),  # 1,187 rows, for a limit of 1,024: the next divisor leaves 64
     ],
 )
 def test_rows_of_a_chunk_are_whole_vectors_where_they_can_be(tokens, rows, parts):
@@ -281,6 +282,9 @@ def test_num_chunks_of_any_rows():
         limit = max(1, min(losses.CHUNK_ROWS, losses.CHUNK_BYTES // (4 * tokens)))
         parts = [n for n in range(1, rows + 1) if rows % n == 0]
         fewest = min(n for n in parts if rows // n <= limit)
+        large = [n for n in parts if n < fewest and rows // n <= 2 * limit]
+        if large and fewest > 4 * -(-rows // limit):
+            fewest = large[-1]
         more = [n for n in parts if fewest <= n <= 2 * fewest and rows // n % 8 == 0]
         fewer = [n for n in parts if n < fewest and rows // n <= 2 * limit and rows // n % 8 == 0]
         wanted = more[0] if more else fewer[-1] if fewer else fewest
