@@ -9,6 +9,7 @@ from llmx.aot.report import size
 from llmx.aot.topologies import Topology
 from llmx.config import Config, state_memory, utilization
 from llmx.config.axes import is_one_device
+from llmx.model import remat
 from llmx.model.attention import splash
 from llmx.plan import sizes, traffic
 from llmx.plan.sizes import Sizes
@@ -29,7 +30,7 @@ def of(run: Config, topology: Topology, sent: Sequence[Message], step: float) ->
     counted = sizes.of(run)
     found = [*_of_head(counted, topology, sent), *_of_attention(counted, topology, sent)]
     if run.mesh.stage > 1:
-        found += _of_stages(run)
+        found += _of_stages(run, topology)
     if run.model.num_experts and run.model.num_layers < FEW:
         found.append(
             "a mixture of few layers, of which experts are most: memory an eighth more or less, "
@@ -118,6 +119,10 @@ def _of_attention(counted: Sizes, topology: Topology, sent: Sequence[Message]) -
         )
 
 
-def _of_stages(run: Config) -> Iterator[str]:
+def _of_stages(run: Config, topology: Topology) -> Iterator[str]:
     if max(utilization.chunks_of(run)) == 1:
         yield "stages of one layer: memory a tenth more or less, time up to a seventh more"
+    if topology.platform == "gpu":
+        yield "a pipeline on GPUs: memory a tenth more or less, time a seventh"
+        if run.pipeline.schedule.startswith("zb") and remat.inside(run.remat) == "none":
+            yield "the time of a zero-bubble schedule whose layers save all: up to twice as long"

@@ -416,10 +416,15 @@ def test_what_is_uncertain_is_said():
     assert "few tokens" in said(short, H100)[0] and "few tokens" not in str(said(short, V5P))
     alone = topologies.parse("v5p:1x1x1")
     assert "on one TPU" in str(said(_run(), alone)) and "on one TPU" not in str(said(run, V5P))
-    bubble = _run(mesh__fsdp=2, mesh__stage=4, batch__accumulation=4, pipeline__schedule="zb_h1")
+    zb = dict(mesh__fsdp=2, mesh__stage=4, batch__accumulation=4, pipeline__schedule="zb_h1")
+    bubble = _run(**zb, remat="full")
     assert "zero-bubble" in str(said(bubble, V5P)) and "zero-bubble" not in str(said(bubble, H100))
     stages = _run(mesh__fsdp=2, mesh__stage=4, batch__accumulation=4)
     assert "stages of one layer" in said(stages, H100)[0]
+    assert "a pipeline on GPUs" in str(said(bubble, H100))
+    assert "a pipeline on GPUs" not in str(said(bubble, V5P))
+    saves_all = _run(**zb, remat="none")
+    assert "twice as long" in str(said(saves_all, H100))
     experts = dict(model__num_experts=4, model__experts_per_token=2, model__expert_dim=512)
     assert any(
         "a mixture of few layers" in line for line in said(_run(mesh__fsdp=8, **experts), V5P)
