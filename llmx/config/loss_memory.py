@@ -14,7 +14,7 @@ import dataclasses
 
 from llmx.config import Config, utilization
 from llmx.config.axes import gathers_ahead, is_one_device, splits_parameters
-from llmx.config.state_memory import FP32, Held, leaves
+from llmx.config.state_memory import FP32, Held, head_of
 from llmx.model import precision, remat_costs
 
 
@@ -59,8 +59,7 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
         logits, gradients = (logits, 1) if run.mesh.stage > 1 else (arrays.tied_logits, gradients)
     policy = precision.policy_of(run.precision, run.reduce_dtype)
     compute = policy.compute.itemsize
-    tokens, rows, width = _tokens(run), _rows(run), run.model.width
-    of_chunk = logits_of_chunk(run)
+    of_chunk, rows_of_head = logits_of_chunk(run), head_of_chunk(run)
     of_logits = gradients * gradients_of_logits(run)
     if not on_gpu and compute == FP32:
         of_logits = 0.0  # in the logits' place
@@ -69,21 +68,20 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
         copied = 0  # the head itself is read
     if kind == 2 and on_gpu and gathers_ahead(run):
         found = max(
-            chunks * of_chunk + heads * compute * rows * width
-            for chunks, heads in arrays.double_buffered
+            chunks * of_chunk + heads * rows_of_head for chunks, heads in arrays.double_buffered
         )
     else:
-        found = logits * of_chunk + copied * compute * rows * width
+        found = logits * of_chunk + copied * rows_of_head
         found += of_logits if of_logits > arrays.core_bytes else 0.0
     made_later = on_gpu and kind == 0 and is_one_device(run)  # when the logits are gone
-    return found + FP32 * tokens * width + (0.0 if made_later else _sums_of_head(run, arrays))
+    hidden = FP32 * _tokens(run) * run.model.width
+    return found + hidden + (0.0 if made_later else _sums_of_head(run, arrays))
 
 
 def _sums_of_head(run: Config, arrays: Arrays) -> float:
     """Bytes of the sums of the head's gradient over chunks."""
     policy, held = precision.policy_of(run.precision, run.reduce_dtype), Held(run)
-    name = "embedding" if run.model.tied_head else "head"
-    head = next(leaf for leaf in leaves(run.model) if leaf.name == name)
+    head = head_of(run.model)
     numbers = held.numbers(head, "parameters")
     of_number = arrays.head
     if policy.reduce.itemsize == FP32:
@@ -101,14 +99,16 @@ def logits_of_chunk(run: Config) -> float:
 
 def head_of_chunk(run: Config) -> float:
     """Bytes of a chunk of the head, in the compute dtype."""
-    compute = precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize
-    return compute * _rows(run) * run.model.width
+    return _compute_bytes(run) * _rows(run) * run.model.width
 
 
 def gradients_of_logits(run: Config) -> float:
     """Bytes of those of a chunk, in the compute dtype."""
-    compute = precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize
-    return compute * _tokens(run) * _rows(run)
+    return _compute_bytes(run) * _tokens(run) * _rows(run)
+
+
+def _compute_bytes(run: Config) -> int:
+    return precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize
 
 
 def kept_logits(run: Config, *, on_gpu: bool = False) -> float:
@@ -118,12 +118,11 @@ def kept_logits(run: Config, *, on_gpu: bool = False) -> float:
     where more gather ahead, those of the last chunk, which is behind the loop, and the head's
     gradient of it."""
     arrays, chunks = GPU if on_gpu else TPU, utilization.loss_chunks(run)
-    compute = precision.policy_of(run.precision, run.reduce_dtype).compute.itemsize
     if on_gpu and splits_parameters(run):
         if chunks == 1 or (chunks == 2 and gathers_ahead(run)):
             return gradients_of_logits(run) * chunks
         if gathers_ahead(run):
-            return compute * (_tokens(run) + run.model.width) * _rows(run)
+            return gradients_of_logits(run) + head_of_chunk(run)
     if chunks > 1 or not arrays.keeps_logits or remat_costs.saves_all(run.model, run.remat):
         return 0.0
     return logits_of_chunk(run)

@@ -12,7 +12,7 @@ import math
 from llmx import sharding
 from llmx.config import Config, loss_memory, state_memory, utilization
 from llmx.config.axes import gathers_ahead, replica_axes, splits_parameters
-from llmx.config.state_memory import Held, leaves
+from llmx.config.state_memory import Held, head_of, leaves
 from llmx.model import precision, remat, remat_costs
 from llmx.pipeline import ticks
 from llmx.pipeline.ticks import Program
@@ -166,7 +166,7 @@ def _without_gathers(held: Held, chunks: tuple[int, ...]) -> float:
         # And of the loss a part's logits, and the sum of the head's gradient over several.
         found += loss_memory.logits_of_chunk(run) + loss_memory.gradients_of_logits(run)
         if utilization.loss_chunks(run) > 1:
-            found += _table(held, "embedding" if run.model.tied_head else "head")
+            found += _table(held, head_of(run.model).name)
     elif run.model.tied_head and utilization.loss_chunks(run) == 1:
         found += loss_memory.gradients_of_logits(run)
     return found
@@ -235,10 +235,10 @@ def _one_after_the_other(run: Config, program: Program, deferred: int) -> float:
 def _begun(held: Held, chunks: tuple[int, ...]) -> float:
     """Beside the loss on GPUs, of the ticks of a loop's body that are begun: what layers that save
     all, or all products, saved; of the latter also their gradients."""
-    run, gradients = held.run, _gradients_of_chunk(held, max(chunks))
-    if not (_saves_all(run) or _saves_products(run)):
+    run, products = held.run, _saves_products(held.run)
+    if not (products or _saves_all(run)):
         return 0.0
-    return _kept(run, run.remat, chunks) + gradients * _saves_products(run)
+    return _kept(run, run.remat, chunks) + products * _gradients_of_chunk(held, max(chunks))
 
 
 def _saves_all(run: Config) -> bool:

@@ -91,6 +91,12 @@ def unsplit(leaf: Leaf, table: Mapping[str, tuple[str, ...]], sizes: Mapping[str
     return leaf.shape[dim] % math.prod(sizes[axis] for axis in found[dim]) > 0
 
 
+def head_of(model: ModelConfig) -> Leaf:
+    """What the last hidden state is multiplied with."""
+    name = "embedding" if model.tied_head else "head"
+    return next(leaf for leaf in leaves(model) if leaf.name == name)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Held:
     """Numbers of parameters on one device of a resolved run."""

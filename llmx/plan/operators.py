@@ -205,12 +205,11 @@ class _Device:
     def of_layer(self) -> dict[str, _Weight]:
         """A layer's weights, but for those of experts, by "mlp/gate"."""
         sizes, found = self.sizes, {}
-        share = sizes.mesh["stage"] / sizes.padding / sizes.run.model.num_layers
         for leaf in sizes.weights:
             if not experts.is_of_experts(leaf):
                 name = leaf.name.removeprefix("blocks/").removesuffix("/kernel")
                 width = leaf.shape[leaf.axes.index("embed")]
-                other = sizes.whole(leaf) * share / width
+                other = sizes.whole(leaf) / sizes.layers / width
                 found[name] = _Weight(width, other, leaf.axes[-1] == "embed")
         return found
 
@@ -413,7 +412,7 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     head_passes = moved.heads[index] + moved.normed[index] * model.qk_norm
     of_layer = sum(weight.numbers for weight in device.of_layer.values())
     shares = sum(sizes.local(leaf, "parameters") for leaf in sizes.weights)
-    shares *= sizes.mesh["stage"] / sizes.padding / model.num_layers
+    shares /= sizes.layers
     if model.num_experts:
         yield "rows of experts", experts.moved_bytes(sizes, index), 1.0
     of_mlp = number * sizes.tokens * remat_costs.mlp_dim(model) / tensor
@@ -435,7 +434,7 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     yield SAVES, times * device.saved, 1.0
     if index:
         gradients = sum(sizes.local(leaf, "gradients") for leaf in sizes.weights)
-        gradients *= sizes.reduce_bytes * sizes.mesh["stage"] / sizes.padding / model.num_layers
+        gradients *= sizes.reduce_bytes / sizes.layers
         yield "gradients", moved.gradients * gradients, 1.0
     if numbers := _rounded(device, index):
         yield "rounding", moved.rounded * numbers, moved.of_rounding * len(device.of_layer)

@@ -10,7 +10,7 @@ from typing import Any
 from llmx import sharding
 from llmx.config import Config, recipe, utilization
 from llmx.config.axes import layout_of
-from llmx.config.state_memory import FP32, Held, Leaf, leaves
+from llmx.config.state_memory import FP32, Held, Leaf, head_of, leaves
 from llmx.model import costs, remat_costs
 from llmx.model.precision import Policy
 from llmx.sharding.layouts import Layout
@@ -135,6 +135,11 @@ class Sizes:
             self._known[key] = numbers / math.prod(map(self.size, split))
         return self._known[key]
 
+    @property
+    def layers(self) -> float:
+        """Layers of a device, with its empty slots."""
+        return self.run.model.num_layers * self.padding / self.mesh["stage"]
+
     def layers_of(self, leaf: Leaf) -> float:
         """Layers of which a device has numbers of this parameter."""
         if not leaf.in_blocks:
@@ -148,8 +153,7 @@ class Sizes:
     @functools.cached_property
     def head(self) -> Leaf:
         """What the last hidden state is multiplied with."""
-        name = "embedding" if self.run.model.tied_head else "head"
-        return next(leaf for leaf in leaves(self.run.model) if leaf.name == name)
+        return head_of(self.run.model)
 
     @functools.cached_property
     def weights(self) -> tuple[Leaf, ...]:

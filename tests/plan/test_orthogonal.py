@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from support.resolved import resolved
 
 from llmx import config, sharding
-from llmx.config import checks, recipe
+from llmx.config import recipe
 from llmx.plan import machines, memory, operators, orthogonal, sizes, step_time, traffic
 from llmx.step import muon
 
@@ -17,10 +18,7 @@ from llmx.step import muon
 def _sizes(**keys):
     run = config.default()
     run.mesh.data, run.optimizer.name = 1, "muon"
-    for key, value in keys.items():
-        config.set_value(run, key.replace("__", "."), value)
-    mesh = [size for size in vars(run.mesh).values() if isinstance(size, int)]
-    return sizes.of(checks.resolve(run, math.prod(mesh)))
+    return sizes.of(resolved(run, **keys))
 
 
 @pytest.mark.parametrize("layers", [1, 3, 8])

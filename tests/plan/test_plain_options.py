@@ -442,14 +442,12 @@ def test_of_layers_with_part_a_forward_saves_the_input_of_its_chunk_alone():
             for text in ("part", "part+dots", "part+none")
         }
         assert of["part"] < of["part+dots"] < of["part+none"]
-        run = _run(**STAGES | dict(model__num_layers=layers, mesh__data=2))
         for text in ("part+dots", "part+none"):
             run = _run(**STAGES | dict(model__num_layers=layers, mesh__data=2, remat=text))
-            more = (
+            saved, inputs = (
                 stage_memory._kept(run, inside, (layers // 2,) * 2)
                 for inside in (text.partition("+")[2], "full")
             )
-            saved, inputs = more
             assert of[text] - of["part"] == pytest.approx(saved - inputs, rel=1e-6)
 
 
