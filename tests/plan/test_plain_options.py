@@ -481,3 +481,42 @@ def test_empty_slots_of_stages_are_sent_and_updated(layout, schedule, layers, sl
         stack = next(leaf for leaf in counted.weights if leaf.name.endswith("mlp/up/kernel"))
         assert counted.layers_of(stack) == slots / 4
     assert sent[layers] == pytest.approx(sent[slots], rel=1e-9)
+
+
+def test_of_several_parts_the_sum_of_the_heads_gradient_is_beside_a_backward():
+    """Where layers save all products and gradients are whole: a part's logits, and that."""
+    keys = dict(remat="dots", model__vocab_size=2**15, loss__chunks=4)
+    of = {}
+    for layout in ("zero1", "zero2"):
+        run = _run(**STAGES | keys | dict(sharding__layout=layout))
+        held = stage_memory.Held(run)
+        of[layout] = stage_memory._without_gathers(held, (4, 4))
+        of[layout] -= 2 * stage_memory._gradients_of_chunk(held, 4)
+    (head,) = (leaf for leaf in stage_memory.leaves(run.model) if leaf.name == "head")
+    more = loss_memory.logits_of_chunk(run) + loss_memory.gradients_of_logits(run)
+    more += 4 * held.numbers(head, "parameters")
+    assert of["zero1"] - of["zero2"] == pytest.approx(more, rel=1e-9)
+
+
+def test_pipedream_over_tensor_is_not_taken_for_what_was_compiled():
+    """Its ticks are counted as elsewhere: with more of the MLP, and both tables' gradients."""
+    flushed, periodic = (
+        _stages(**OVER_TENSOR, pipeline__schedule=name).working
+        for name in ("1f1b", "pipedream_2bw")
+    )
+    of_mlp = _of_stage(**OVER_TENSOR)[4]
+    assert periodic - flushed > 6 * of_mlp
+
+
+@pytest.mark.parametrize("layout, num_bytes", [("zero3", 4), ("ddp", 2), ("zero2", 2)])
+def test_gradients_of_routers_are_summed_in_fp32_where_they_are_split(layout, num_bytes):
+    """As lowered: in bf16 they are rounded first where the weight is whole on each device."""
+    experts = dict(model__num_experts=4, model__experts_per_token=2, model__expert_dim=512)
+    counted = sizes.of(_run(**experts, mesh__fsdp=4, sharding__layout=layout))
+    router = next(leaf for leaf in counted.weights if "router" in leaf.axes)
+    assert counted.summed_bytes(router) == num_bytes
+    assert {counted.summed_bytes(leaf) for leaf in counted.weights if leaf != router} == {2}
+    sent = [one for one in traffic.of(counted) if one.name == router.name]
+    sums = [one.bytes for one in sent if one.purpose == "gradients"]
+    layers = 8 if layout == "ddp" else 1  # together, or one after the other
+    assert sums == [num_bytes * 1024 * 4 * layers]
