@@ -340,7 +340,8 @@ def log(text: str, file: TextIO | None = None) -> None:
         return
     file = sys.stdout if file is None else file
     try:
-        print(text, file=file, flush=True)
+        file.write(f"{text}\n")  # in one piece: collectives of a process print to the same stdout
+        file.flush()
     except BrokenPipeError:  # the reader is gone: a flush at exit must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
     except OSError:  # a log on a full disk

@@ -270,11 +270,14 @@ def test_local_cluster_ends_all_when_one_fails():
 
 @pytest.mark.slow
 def test_processes_compute_together():
+    # A line is one write: Gloo prints to the same stdout meanwhile, from threads of its own.
     code = JOIN + textwrap.dedent("""
         from jax.experimental import multihost_utils
-        print("sum", multihost_utils.process_allgather(jax.process_index() + 1).sum(), flush=True)
+        sum = multihost_utils.process_allgather(jax.process_index() + 1).sum()
+        print(f"sum {sum}\\n", end="", flush=True)
         launch.log("only the first says so")
-        print("devices", jax.device_count(), launch.device_count(launch.LaunchConfig()))
+        counts = jax.device_count(), launch.device_count(launch.LaunchConfig())
+        print("devices {} {}\\n".format(*counts), end="")
     """)
     done = run([*CLUSTER, "-n", "3", "--devices-per-process", "2", "--", *python(code)])
     assert done.returncode == 0, done.stderr
