@@ -108,6 +108,11 @@ def passes_of(run: Config) -> Passes:
     # A loop over one layer is written out; with one chunk of each stage all passes read the same
     # weights, and where nothing is run again those of the backward pass are not kept apart.
     alone = max(chunks) == 1 and len(chunks) == run.mesh.stage
+    # Of a lookup of nothing XLA:GPU sees that it is not used where a chunk is one layer; and, as
+    # compiled once, where a stage's chunks take branches.
+    unused = max(chunks) == 1 or (
+        len(chunks) > run.mesh.stage and remat_costs.branches(run.model, chunks)
+    )
     joined = 0
     if alone and remat_costs.saves_all(run.model, run.remat):
         joined = counts["joined"]
@@ -115,7 +120,7 @@ def passes_of(run: Config) -> Passes:
         counts[FORWARD], counts[BACKWARD], max(chunks),
         *(counts[name] for name in _ENDS), counts["send"], counts["unread"], counts["alike"],
         steps=2 if table.periodic else 1, shared=joined,
-        idle=counts["idle"] * (max(chunks) == 1), weight=counts[WEIGHT],
+        idle=counts["idle"] * unused, weight=counts[WEIGHT],
     )  # fmt: skip
 
 

@@ -7,8 +7,9 @@ import pytest
 from support.resolved import resolved
 
 from llmx.aot import topologies
-from llmx.config import loss_memory, stage_memory, utilization
+from llmx.config import loss_memory, stage_memory, state_memory, tick_memory, utilization
 from llmx.model import families, remat_costs
+from llmx.pipeline import ticks
 from llmx.plan import memory, sizes, traffic
 
 
@@ -87,7 +88,7 @@ def _gradients(**keys):
     table = counted.reduce_bytes * counted.local(counted.head, "gradients")
     every = sum(
         counted.local(leaf, "gradients") * (counted.reduce_bytes if leaf.is_matrix else 4)
-        for leaf in stage_memory.leaves(counted.run.model)
+        for leaf in state_memory.leaves(counted.run.model)
     )
     return every, table
 
@@ -209,6 +210,10 @@ STAGES = dict(
 )  # fmt: skip
 
 
+def _ticks(run, on_gpu=True, deferred=0):
+    return tick_memory.Ticks(run, ticks.program(utilization.table_of(run)), deferred, on_gpu)
+
+
 def _stages(on_gpu=True, **keys):
     return stage_memory.of(_run(**STAGES | keys), on_gpu=on_gpu)
 
@@ -217,7 +222,7 @@ def test_what_pipedream_leaves_to_the_next_step_is_state():
     run = _run(**STAGES | dict(pipeline__schedule="pipedream_2bw"))
     counted = sizes.of(run)
     held = memory.of(counted, on_gpu=True)
-    gradients = sum(2 * counted.local(leaf, "gradients") for leaf in stage_memory.leaves(run.model))
+    gradients = sum(2 * counted.local(leaf, "gradients") for leaf in state_memory.leaves(run.model))
     weights = held.state["parameters"]
     assert held.state["in flight"] == pytest.approx(weights + gradients, rel=1e-6)
     assert held.state["kept"] > 0 and held.state["waiting"] > 0
@@ -248,11 +253,11 @@ def test_stages_that_gather_nothing_hold_gradients_of_a_chunk_twice():
     gathered ahead."""
     run = _run(**STAGES)
     F, D, tokens = run.model.mlp_dim, 1024, sizes.of(run).tokens
-    counted = stage_memory.Held(run)
+    counted = state_memory.Held(run)
     blocks = sum(counted.numbers(leaf, "gradients") for leaf in sizes.of(run).weights)
     outside = sum(
         4 * counted.numbers(leaf, "gradients")
-        for leaf in stage_memory.leaves(run.model) if not leaf.in_blocks
+        for leaf in state_memory.leaves(run.model) if not leaf.in_blocks
     )  # fmt: skip
     gradients, one_layer = 2 * blocks, 2 * blocks / 4  # of 4 layers, bf16
     layer = 2 * tokens * (7 * F + 4 * D)
@@ -281,11 +286,11 @@ def _of_stage(**keys):
     """(a chunk's saved activations, gradients and gathered weights of a layer in bf16; the
     embedding's gradient in fp32; an array [tokens, F]; one [tokens, D]) of a device."""
     run = _run(**STAGES | keys)
-    counted, held = sizes.of(run), stage_memory.Held(run)
+    counted, held = sizes.of(run), state_memory.Held(run)
     layers = run.model.num_layers / run.mesh.stage
     blocks = sum(held.numbers(leaf, "gradients") for leaf in counted.weights)
     (embedding,) = (
-        leaf for leaf in stage_memory.leaves(run.model) if leaf.name == "embedding"
+        leaf for leaf in state_memory.leaves(run.model) if leaf.name == "embedding"
     )  # fmt: skip
     saved = layers * 2 * counted.tokens_between * run.model.width  # remat="full"
     of_mlp = 2 * counted.tokens * run.model.mlp_dim / run.mesh.tensor
@@ -319,7 +324,7 @@ def test_beside_the_loss_of_layers_that_save_products_their_gradients_are_begun(
     keys = OVER_TENSOR | dict(model__vocab_size=2**17, model__mlp_dim=2048, loss__chunks=1)
     full, dots = (_stages(**keys, remat=remat).working for remat in ("full", "dots"))
     run = _run(**STAGES | keys | dict(remat="dots"))
-    saved = stage_memory.of(run, on_gpu=True).kept / stage_memory._program(run).slots["saved"]
+    saved = _ticks(run).saved
     assert dots - full == pytest.approx(saved + _of_stage(**keys)[1], rel=0.01)
     # In one loop of FORWARD and one of BACKWARD nothing is begun.
     flushed = (
@@ -354,13 +359,12 @@ def test_beside_what_a_backward_reads_there_is_what_a_forward_saved(remat):
     """Where layers save all products; and a chunk's logits, where gradients are whole."""
     more = {}
     for layout in ("zero1", "zero2"):
-        run = _run(**STAGES | dict(sharding__layout=layout, remat=remat, model__vocab_size=2**14))
-        held, chunks = stage_memory.Held(run), (4, 4)
-        plain = stage_memory._working(held, chunks, 1, of_mlp=7) + stage_memory._gradients_of_chunk(
-            held, 4
-        )
-        more[layout] = stage_memory._without_gathers(held, chunks) - plain
-    saved = stage_memory.of(run, on_gpu=True).kept / stage_memory._program(run).slots["saved"]
+        keys = dict(remat=remat, model__vocab_size=2**14, model__mlp_dim=16384)
+        run = _run(**STAGES | keys | dict(sharding__layout=layout))
+        of = _ticks(run)
+        plain = of.backward(1, of_mlp=7) + of.gradients + of.outside
+        more[layout] = tick_memory.of(of) - plain
+    saved = _ticks(run).saved
     logits = loss_memory.logits_of_chunk(run) + loss_memory.gradients_of_logits(run)
     assert utilization.loss_chunks(run) == 1
     assert more == pytest.approx(dict(zero1=saved + logits, zero2=saved))
@@ -393,8 +397,8 @@ def test_lookups_are_whole_until_they_are_scattered():
     keys = dict(model__vocab_size=2**17, model__mlp_dim=2048)
     whole, split = (_stages(**keys, sharding__layout=name).working for name in ("zero1", "zero2"))
     run = _run(**STAGES | keys | dict(sharding__layout="zero2"))
-    head = [leaf for leaf in stage_memory.leaves(run.model) if leaf.name == "head"]
-    held = stage_memory.Held(run)
+    head = [leaf for leaf in state_memory.leaves(run.model) if leaf.name == "head"]
+    held = state_memory.Held(run)
     of_head = 4 * sum(
         held.numbers(leaf, "parameters") - held.numbers(leaf, "gradients") for leaf in head
     )
@@ -411,7 +415,7 @@ def test_factors_that_a_branch_returns_are_selected():
     more = _stages(**keys).working - _stages(**OVER_TENSOR).working
     run = _run(**STAGES | keys)
     saved = _of_stage(**keys)[0]  # of layers that are not run again while factors are there
-    of_chunk = 4 * stage_memory.factor_bytes(run)
+    of_chunk = 4 * tick_memory.factor_bytes(run)
     assert more == pytest.approx(1.6 * of_chunk, abs=saved + 1)
     # Not on TPUs, nor of one layer, which has none to select; nor seen where weights are gathered.
     split = dict(mesh__tensor=1, mesh__fsdp=2, sharding__layout="zero3")
@@ -419,8 +423,8 @@ def test_factors_that_a_branch_returns_are_selected():
     for other, on_gpu in ({}, False), (one_layer, True), (split, True):
         run = _run(**STAGES | keys | other)
         num = run.model.num_layers // 2
-        factors = stage_memory._factors(run, stage_memory._program(run), num, on_gpu)
-        assert factors == num * stage_memory.factor_bytes(run)
+        of = _ticks(run, on_gpu, deferred=num)
+        assert of.selected_factors == of.factors == num * tick_memory.factor_bytes(run)
 
 
 def test_two_chunks_of_a_tied_head_have_more_logits_and_in_a_pipeline_one_gradient():
@@ -445,7 +449,7 @@ def test_of_layers_with_part_a_forward_saves_the_input_of_its_chunk_alone():
         for text in ("part+dots", "part+none"):
             run = _run(**STAGES | dict(model__num_layers=layers, mesh__data=2, remat=text))
             saved, inputs = (
-                stage_memory._kept(run, inside, (layers // 2,) * 2)
+                tick_memory.kept(run, inside, (layers // 2,) * 2)
                 for inside in (text.partition("+")[2], "full")
             )
             assert of[text] - of["part"] == pytest.approx(saved - inputs, rel=1e-6)
@@ -459,7 +463,7 @@ def test_beside_an_interleaved_loss_are_fp32_gradients_of_a_chunk():
     )
     more = stage_memory.of(fp32, on_gpu=True).working - stage_memory.of(bf16, on_gpu=True).working
     blocks = sum(
-        stage_memory.Held(fp32).numbers(leaf, "gradients") for leaf in sizes.of(fp32).weights
+        state_memory.Held(fp32).numbers(leaf, "gradients") for leaf in sizes.of(fp32).weights
     )
     in_loss = loss_memory.of(fp32, on_gpu=True) - loss_memory.of(bf16, on_gpu=True)
     assert more == pytest.approx(4 * blocks / 2 + in_loss, rel=0.01)
@@ -485,14 +489,13 @@ def test_empty_slots_of_stages_are_sent_and_updated(layout, schedule, layers, sl
 
 def test_of_several_parts_the_sum_of_the_heads_gradient_is_beside_a_backward():
     """Where layers save all products and gradients are whole: a part's logits, and that."""
-    keys = dict(remat="dots", model__vocab_size=2**15, loss__chunks=4)
+    keys = dict(remat="dots", model__vocab_size=2**15, model__mlp_dim=16384, loss__chunks=4)
     of = {}
     for layout in ("zero1", "zero2"):
         run = _run(**STAGES | keys | dict(sharding__layout=layout))
-        held = stage_memory.Held(run)
-        of[layout] = stage_memory._without_gathers(held, (4, 4))
-        of[layout] -= 2 * stage_memory._gradients_of_chunk(held, 4)
-    (head,) = (leaf for leaf in stage_memory.leaves(run.model) if leaf.name == "head")
+        held, parts = state_memory.Held(run), _ticks(run)
+        of[layout] = tick_memory.of(parts) - 2 * parts.gradients - parts.outside
+    (head,) = (leaf for leaf in state_memory.leaves(run.model) if leaf.name == "head")
     more = loss_memory.logits_of_chunk(run) + loss_memory.gradients_of_logits(run)
     more += 4 * held.numbers(head, "parameters")
     assert of["zero1"] - of["zero2"] == pytest.approx(more, rel=1e-9)

@@ -1,0 +1,151 @@
+"""What GPUs hold in a pipeline's ticks where stages gather weights, as read in compiled programs.
+
+How many microbatches' gradients, factors and saved activations are there at a time is given here as
+it was counted in the arrays of the program; tests/golden/plain_pipelines.jsonl has the programs.
+"""
+
+import pytest
+from support.resolved import resolved
+
+from llmx.config import stage_memory, tick_memory, utilization
+from llmx.pipeline import ticks as ticks_lib
+
+STAGES = dict(
+    mesh__stage=2, mesh__data=1, mesh__fsdp=4, batch__accumulation=8, batch__size=32,
+    batch__sequence_length=64, sharding__layout="zero3", remat="full", pipeline__schedule="1f1b",
+    model__num_layers=8, model__width=512, model__mlp_dim=8192, loss__chunks=1,
+)  # fmt: skip
+PERIODS = dict(
+    model__layer_pattern=("local",) * 2 + ("global",), model__window=32, model__num_layers=12
+)
+OVER_TENSOR = dict(mesh__fsdp=2, mesh__tensor=2, model__num_heads=8, batch__size=16)
+
+
+def ticks_of(on_gpu=True, **keys):
+    run = resolved(**STAGES | keys)
+    program = ticks_lib.program(utilization.table_of(run))
+    return tick_memory.Ticks(run, program, max(utilization.chunks_of(run)), on_gpu)
+
+
+def around(ticks, gradients=0, saved=0):
+    """Bytes without the layer or loss that is at work."""
+    held = gradients * ticks.gradients + saved * ticks.saved
+    return ticks.outside + ticks.copied + held
+
+
+def at_work(ticks):
+    """A layer's activations, and weights of two."""
+    return ticks.layer(2) + ticks.more + ticks.fp32_of_layer
+
+
+@pytest.mark.parametrize(
+    "keys, gradients, saved",
+    [
+        # Of a loop its turn and the last, which is behind it, and the BACKWARD behind that.
+        (dict(), 3, 2),
+        # Where several BACKWARDs are behind the loop, they are a loop of their own.
+        (dict(mesh__stage=4, mesh__fsdp=2, batch__size=16, model__num_layers=16), 2, 2),
+        (dict(pipeline__schedule="gpipe"), 2, 1),
+        # Of several chunks in a stage one microbatch is run again at a time, unless all is saved.
+        (dict(pipeline__schedule="interleaved_1f1b", model__num_layers=16), 2, 1),
+        (dict(pipeline__schedule="interleaved_1f1b", model__num_layers=16, remat="dots"), 2, 2),
+        # Two layers are in no loop, and read from slots.
+        (dict(model__num_layers=4), 1, 0),
+        (dict(model__num_layers=4, pipeline__schedule="gpipe"), 1, 0),
+    ],
+)
+def test_gradients_and_saved_activations_of_several_ticks(keys, gradients, saved):
+    for precision in ("bf16", "bf16_fp32_reduce", "fp32"):
+        ticks = ticks_of(**keys, precision=precision)
+        wanted = around(ticks, gradients, saved) + at_work(ticks)
+        assert tick_memory.of(ticks) == pytest.approx(wanted)
+
+
+def test_a_tied_head_has_a_gradient_of_its_own_beside_a_backward():
+    for keys in dict(), dict(pipeline__schedule="gpipe"):
+        tied, apart = (ticks_of(**keys, model__tied_head=each) for each in (True, False))
+        assert apart.tied == 0 < tied.tied == tied.table("embedding", "gradients")
+        # That takes as much as the table of its own which it has not.
+        assert tick_memory.of(tied) == pytest.approx(tick_memory.of(apart))
+
+
+def test_beside_the_loss_is_what_two_forwards_saved():
+    keys = dict(model__mlp_dim=512, model__vocab_size=2**17)
+    for schedule in "gpipe", "1f1b":
+        for layers in 4, 8:
+            ticks = ticks_of(**keys, pipeline__schedule=schedule, model__num_layers=layers)
+            gradients = 1 if layers == 4 else 3 * (schedule == "1f1b")
+            wanted = around(ticks, gradients, 2) + ticks.of_loss
+            assert tick_memory.of(ticks) == pytest.approx(wanted), (schedule, layers)
+    # Of layers that save everything one, where FORWARDs have a loop of their own.
+    ticks = ticks_of(**keys, pipeline__schedule="gpipe", remat="none", batch__size=512)
+    wanted = around(ticks, 0, 1) + ticks.of_loss
+    assert tick_memory.of(ticks) == pytest.approx(wanted)
+
+
+def test_where_backward_is_split_ticks_in_no_loop_have_their_results_from_the_first_on():
+    """Of eight microbatches in two stages four BACKWARDs, three WEIGHTs and three FORWARDs."""
+    for text in "full", "dots":
+        ticks = ticks_of(pipeline__schedule="zb_1f1b", remat=text, model__vocab_size=2**17)
+        wanted = around(ticks, 3, 3) + 4 * ticks.factors + 3 * ticks.table("embedding")
+        assert tick_memory.of(ticks) == pytest.approx(wanted + ticks.of_loss)
+    # Without gathers no turn of a loop is behind it: two WEIGHTs and a BACKWARD, and those of a
+    # turn.
+    whole = ticks_of(
+        pipeline__schedule="zb_1f1b", mesh__data=4, mesh__fsdp=1, sharding__layout="zero1"
+    )
+    wanted = whole.outside + 3 * whole.gradients + 2 * whole.factors + whole.saved
+    assert tick_memory.of(whole) == pytest.approx(wanted + whole.layer(1, 7))
+
+
+def test_an_input_of_several_products_is_stored_once_where_no_branch_is_between():
+    once, twice = (ticks_of(pipeline__schedule=name) for name in ("zb_1f1b", "zb_h1"))
+    width = 2 * utilization.tokens_of(once.run) * once.run.model.width  # bf16
+    assert twice.factors - once.factors == once.size * 3 * width
+    # Queries, keys and values have one input, and gate and up.
+    assert tick_memory.factor_bytes(once.run) * once.size == twice.factors
+    for other in (
+        ticks_of(on_gpu=False, pipeline__schedule="zb_1f1b"),
+        ticks_of(pipeline__schedule="zb_1f1b", **PERIODS),
+    ):
+        of_layer = tick_memory.factor_bytes(other.run)
+        assert other.factors == other.size * of_layer == other.size * twice.factors / twice.size
+    slots = once.program.slots["deferred"]
+    assert stage_memory.of(once.run, on_gpu=True).factors == slots * once.factors
+
+
+def test_of_weights_gathered_where_they_are_used_nothing_is_twice():
+    """As beside `tensor`, with a loop over FORWARDs and one over BACKWARDs."""
+    for precision in ("bf16", "bf16_fp32_reduce"):
+        ticks = ticks_of(**OVER_TENSOR, pipeline__schedule="gpipe", precision=precision)
+        wanted = around(ticks, 1, 1) + ticks.layer(1)
+        assert tick_memory.of(ticks) == pytest.approx(wanted)
+
+
+def test_loops_over_periods_read_and_write_their_parts_once_more():
+    """And have a layer of each of two bodies, where they gather ahead."""
+    for schedule, more in ("1f1b", 2), ("gpipe", 1):
+        of = {}
+        for pattern in PERIODS["model__layer_pattern"], ("local",):
+            keys = PERIODS | dict(model__layer_pattern=pattern, pipeline__schedule=schedule)
+            ticks = ticks_of(**keys)
+            of[pattern] = tick_memory.of(ticks)
+        several, one = of.values()
+        wanted = more * ticks.saved + ticks.layer(2) + ticks.more
+        assert several - one == pytest.approx(wanted), schedule
+    # Chunks that begin at other kinds take branches, and have no periods.
+    assert ticks_of(**PERIODS).has_periods
+    assert not ticks_of(**PERIODS | dict(model__num_layers=10)).has_periods
+
+
+def test_tables_have_gradients_of_two_turns_beside_layers_of_several_kinds():
+    """On GPUs that gather no weights, where gradients are whole."""
+    whole = dict(mesh__data=4, mesh__fsdp=1, sharding__layout="zero1", model__tied_head=True)
+    alike, several = (
+        ticks_of(**whole, **PERIODS | dict(model__layer_pattern=pattern))
+        for pattern in (("local",), PERIODS["model__layer_pattern"])
+    )
+    assert alike.outside == pytest.approx(alike.table("embedding"), rel=0.01)  # and a norm
+    assert several.outside == pytest.approx(4 * alike.outside, rel=0.01)
+    split = ticks_of(**PERIODS, **whole | dict(sharding__layout="zero2"))
+    assert split.outside < 2 * alike.outside
