@@ -368,6 +368,8 @@ def _plain(ticks: Ticks) -> float:
         rest = ticks.backward(weights, ticks.deferred / ticks.size)
         working = max(working, ticks.selected_factors + rest)
     working += ticks.outside + on_gpu * ticks.more
+    if ticks.in_one_body and not alone and ticks.saves_all and _ways(ticks.run, "gradients") == 1:
+        working += _part_of_loss(ticks)
     of_loss = _loss(ticks)
     if ticks.gathers_ahead and ticks.written_out:
         of_loss += 2 * ticks.saved + ticks.more  # two FORWARDs at a time, one with its logits
@@ -394,6 +396,16 @@ def _interleaved_loss(ticks: Ticks) -> float:
     return found
 
 
+def _part_of_loss(ticks: Ticks) -> float:
+    """Of the loss beside a BACKWARD whose layers save all, or all products, where gradients are
+    whole: a part's logits, and the sum of the head's gradient over several."""
+    run = ticks.run
+    found = loss_memory.logits_of_chunk(run) + loss_memory.gradients_of_logits(run)
+    if utilization.loss_chunks(run) > 1:
+        found += ticks.table(head_of(run.model).name)
+    return found
+
+
 def _without_gathers(ticks: Ticks) -> float:
     """Several layers on GPUs, in a body of several ticks that gathers no weights: the gradients of
     a chunk's weights twice, and of a tied head whose logits are one chunk the gradient of these, as
@@ -403,10 +415,7 @@ def _without_gathers(ticks: Ticks) -> float:
     saves = ticks.saves_all or ticks.saves_products
     found += saves * kept(run, run.remat, ticks.chunks) + ticks.of_periods  # of a FORWARD
     if saves and _ways(run, "gradients") == 1:
-        # And of the loss a part's logits, and the sum of the head's gradient over several.
-        found += loss_memory.logits_of_chunk(run) + loss_memory.gradients_of_logits(run)
-        if utilization.loss_chunks(run) > 1:
-            found += ticks.table(head_of(run.model).name)
+        found += _part_of_loss(ticks)
     elif run.model.tied_head and utilization.loss_chunks(run) == 1:
         found += loss_memory.gradients_of_logits(run)
     return max(found, _interleaved_loss(ticks))
@@ -478,8 +487,10 @@ def _in_bodies_of_several(ticks: Ticks) -> float:
 
 
 def _split_in_one_body(ticks: Ticks) -> float:
-    """On GPUs that gather no weights, with ticks of FORWARD, BACKWARD and WEIGHT in one body."""
+    """On GPUs that gather no weights, with ticks of FORWARD, BACKWARD and WEIGHT in one body. Two
+    turns of a loop are at work at a time where their layers are in no loop."""
     of_layer = ticks.layer(1, OF_MLP_WITHOUT_GATHERS)
+    second = ticks.size <= 2
     most = 0.0
     for at, (first, length, times) in enumerate(ticks.program.loops):
         forwards, backwards, weights = (
@@ -487,10 +498,11 @@ def _split_in_one_body(ticks: Ticks) -> float:
         )
         if BACKWARD not in ticks.program.table.kind[first : first + length]:
             continue
-        written = weights * ticks.gradients + backwards * ticks.factors + forwards * ticks.saved
+        written = weights * ticks.gradients + (backwards + second) * ticks.factors
+        written += (forwards + second) * ticks.saved
         has_head = (ticks.program.rows.head[first : first + length * times] >= 0).any()
         most = max(most, written + max(of_layer, has_head * ticks.of_loss))
-    return ticks.outside + most
+    return ticks.outside + second * ticks.table("embedding") + most
 
 
 def _written_ahead(ticks: Ticks, at: int, kind: int) -> int:

@@ -15,6 +15,7 @@ STAGES = dict(
     batch__sequence_length=64, sharding__layout="zero3", remat="full", pipeline__schedule="1f1b",
     model__num_layers=8, model__width=512, model__mlp_dim=8192, loss__chunks=1,
 )  # fmt: skip
+WHOLE = dict(mesh__data=4, mesh__fsdp=1, sharding__layout="zero1")
 PERIODS = dict(
     model__layer_pattern=("local",) * 2 + ("global",), model__window=32, model__num_layers=12
 )
@@ -90,12 +91,24 @@ def test_where_backward_is_split_ticks_in_no_loop_have_their_results_from_the_fi
         wanted = around(ticks, 3, 3) + 4 * ticks.factors + 3 * ticks.table("embedding")
         assert tick_memory.of(ticks) == pytest.approx(wanted + ticks.of_loss)
     # Without gathers no turn of a loop is behind it: two WEIGHTs and a BACKWARD, and those of a
-    # turn.
-    whole = ticks_of(
-        pipeline__schedule="zb_1f1b", mesh__data=4, mesh__fsdp=1, sharding__layout="zero1"
-    )
-    wanted = whole.outside + 3 * whole.gradients + 2 * whole.factors + whole.saved
-    assert tick_memory.of(whole) == pytest.approx(wanted + whole.layer(1, 7))
+    # turn; of two layers, which are in no loop, the next turn's BACKWARD and FORWARD too.
+    for layers, second in (8, 0), (4, 1):
+        ticks = ticks_of(**WHOLE, pipeline__schedule="zb_1f1b", model__num_layers=layers)
+        wanted = ticks.outside + second * ticks.table("embedding") + 3 * ticks.gradients
+        wanted += (2 + second) * ticks.factors + (1 + second) * ticks.saved + ticks.layer(1, 7)
+        assert tick_memory.of(ticks) == pytest.approx(wanted)
+
+
+def test_a_part_of_the_loss_is_beside_fp32_layers_that_save_everything():
+    """In 1F1B without gathers; of layers that are run again nothing."""
+    for text, chunks in ("none", 1), ("none", 4), ("full", 4):
+        keys = dict(WHOLE, precision="fp32", remat=text, model__vocab_size=2**15)
+        ticks = ticks_of(**keys | dict(loss__chunks=chunks))
+        plain = around(ticks) + ticks.backward(2) + ticks.more + ticks.of_fp32_gradients
+        part = tick_memory.of(ticks) - plain
+        logits = 2 * 4 * utilization.tokens_of(ticks.run) * 2**15 / 2 / chunks
+        head = ticks.table("head") if chunks > 1 else 0
+        assert part == pytest.approx(logits + head if text == "none" else 0)
 
 
 def test_an_input_of_several_products_is_stored_once_where_no_branch_is_between():
@@ -140,7 +153,7 @@ def test_loops_over_periods_read_and_write_their_parts_once_more():
 
 def test_tables_have_gradients_of_two_turns_beside_layers_of_several_kinds():
     """On GPUs that gather no weights, where gradients are whole."""
-    whole = dict(mesh__data=4, mesh__fsdp=1, sharding__layout="zero1", model__tied_head=True)
+    whole = WHOLE | dict(model__tied_head=True)
     alike, several = (
         ticks_of(**whole, **PERIODS | dict(model__layer_pattern=pattern))
         for pattern in (("local",), PERIODS["model__layer_pattern"])
