@@ -47,6 +47,7 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(config, items):
+    tiers.group_by_file(items)
     without_a_test = tiers.mark_listed(items)
     if config.args == config.getini("testpaths"):
         config.stash[tiers.WITHOUT_A_TEST] = without_a_test

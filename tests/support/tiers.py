@@ -68,6 +68,15 @@ def mark_listed(items: Iterable[pytest.Item]) -> list[str]:
     return sorted(listed.keys() - {item.nodeid for item in items})
 
 
+def group_by_file(items: Iterable[pytest.Item]) -> None:
+    """Gives tests without a group that of their file: its fixtures, and programs that it keeps, are
+    then made by one worker. A file whose tests take longer than others says which go together."""
+    for item in items:
+        if not item.get_closest_marker("xdist_group"):
+            file = item.path.relative_to(LISTED.parent).with_suffix("")
+            item.add_marker(pytest.mark.xdist_group(str(file)))
+
+
 def read_list() -> dict[str, str]:
     """The tests of `LISTED`, each with its tier."""
     lines = [line.split("\t") for line in LISTED.read_text().splitlines()]
