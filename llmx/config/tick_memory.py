@@ -476,7 +476,8 @@ def _in_bodies_of_several(ticks: Ticks) -> float:
             continue
         written = backwards * ticks.gradients
         if ticks.splits_backward:
-            written = weights * ticks.gradients + backwards * ticks.factors
+            in_loop = ticks.deferred > 2  # over the layers of a BACKWARD
+            written = weights * ticks.gradients + ticks.factors * (backwards if in_loop else 1)
             written += (backwards - 1) * ticks.table("embedding")
         of_backward = of_layer + (1 if in_turn and times > 2 else forwards) * ticks.saved
         of_backward += ticks.of_periods

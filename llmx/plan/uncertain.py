@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from llmx.aot.report import size
 from llmx.aot.topologies import Topology
 from llmx.config import Config, state_memory, utilization
-from llmx.config.axes import is_one_device, splits_parameters
+from llmx.config.axes import is_one_device
 from llmx.model import remat
 from llmx.model.attention import splash
 from llmx.plan import sizes, traffic
@@ -123,7 +123,6 @@ def _of_stages(run: Config, topology: Topology) -> Iterator[str]:
     if max(utilization.chunks_of(run)) == 1:
         yield "stages of one layer: memory a tenth more or less, time up to a seventh more"
     if topology.platform == "gpu":
-        gathers = ", where it gathers weights once a quarter" if splits_parameters(run) else ""
-        yield f"a pipeline on GPUs: memory a tenth more or less{gathers}, time a seventh"
+        yield "a pipeline on GPUs: memory a tenth more or less, time a seventh"
         if run.pipeline.schedule.startswith("zb") and remat.inside(run.remat) == "none":
             yield "the time of a zero-bubble schedule whose layers save all: up to twice as long"
