@@ -9,7 +9,7 @@ import math
 
 from llmx.config import Config, state_memory, tick_memory, utilization
 from llmx.config.state_memory import leaves
-from llmx.config.tick_memory import GRADIENT_BYTES
+from llmx.config.tick_arrays import GRADIENT_BYTES, Ticks, kept, tokens_between
 from llmx.model import precision, remat
 from llmx.pipeline import ticks
 from llmx.pipeline.ticks import Program
@@ -59,7 +59,7 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
     held_gradients = sum(held.numbers(leaf, "gradients") for leaf in leaves(model))
     size = max(chunks)
     deferred = size if deferred_layers is None else min(deferred_layers, size)
-    come_and_go = tick_memory.Ticks(run, program, deferred, on_gpu)
+    come_and_go = Ticks(run, program, deferred, on_gpu)
     steps = 2 if table.periodic else 1
     in_flight = versions = 0.0
     if table.periodic:
@@ -70,14 +70,14 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
             state["parameters"] if run.pipeline.predict
             else policy.reduce.itemsize * held_gradients
         )  # fmt: skip
-    x_bytes = policy.compute.itemsize * model.width * tick_memory.tokens_of(run)
+    x_bytes = policy.compute.itemsize * model.width * tokens_between(run)
     return StageMemory(
         parameters=math.ceil(state["parameters"]),
         optimizer=math.ceil(state["optimizer"] + state["ema"] + state["masks"]),
         gradients=math.ceil(GRADIENT_BYTES * held_gradients * steps),
         in_flight=math.ceil(in_flight),
         versions=math.ceil(versions),
-        kept=math.ceil(program.slots["saved"] * tick_memory.kept(run, run.remat, chunks)),
+        kept=math.ceil(program.slots["saved"] * kept(run, run.remat, chunks)),
         waiting=math.ceil((program.slots["inputs"] + program.slots["gradients"]) * x_bytes),
         factors=program.slots["deferred"] * come_and_go.factors,
         working=math.ceil(tick_memory.of(come_and_go)),

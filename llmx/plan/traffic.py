@@ -86,7 +86,7 @@ class Passes:
     first: int = 0  # of `layers`, the dense first ones
     steps: int = 1  # whose gradients are added up over replicas together
     shared: int = 0  # passes of one layer, forward and backward, that gather its weights together
-    idle: int = 0  # lookups of nothing in the last iterations of loops, with chunks of one layer
+    idle: int = 0  # lookups of nothing in the last iterations of loops, which XLA:GPU leaves out
     weight: float = 0  # passes that make deferred weight gradients
 
     @property

@@ -1,4 +1,4 @@
-"""What GPUs hold in a pipeline's ticks where stages gather weights, as read in compiled programs.
+"""What GPUs hold in a pipeline's ticks, as read in compiled programs.
 
 How many microbatches' gradients, factors and saved activations are there at a time is given here as
 it was counted in the arrays of the program; tests/golden/plain_pipelines.jsonl has the programs.
@@ -7,7 +7,7 @@ it was counted in the arrays of the program; tests/golden/plain_pipelines.jsonl 
 import pytest
 from support.resolved import resolved
 
-from llmx.config import stage_memory, tick_memory, utilization
+from llmx.config import stage_memory, tick_arrays, tick_memory, utilization
 from llmx.pipeline import ticks as ticks_lib
 
 STAGES = dict(
@@ -25,7 +25,119 @@ OVER_TENSOR = dict(mesh__fsdp=2, mesh__tensor=2, model__num_heads=8, batch__size
 def ticks_of(on_gpu=True, **keys):
     run = resolved(**STAGES | keys)
     program = ticks_lib.program(utilization.table_of(run))
-    return tick_memory.Ticks(run, program, max(utilization.chunks_of(run)), on_gpu)
+    return tick_arrays.Ticks(run, program, max(utilization.chunks_of(run)), on_gpu)
+
+
+def by_hand(ticks):
+    """(gradients of a layer's weights, arrays of F and of D of a microbatch, a layer's weights,
+    both tables' gradients, copies of `down` and `out`) in bytes of a device, from shapes; bf16."""
+    model, mesh = ticks.run.model, ticks.run.mesh
+    D, F, heads = model.width, model.mlp_dim, model.num_heads * model.head_dim
+    keys = model.num_kv_heads * model.head_dim
+    of_layer = 3 * D * F + 2 * D * heads + 2 * D * keys
+    split = mesh.fsdp * mesh.tensor
+    tokens = ticks.run.batch.size / 8 / mesh.fsdp / mesh.data * ticks.run.batch.sequence_length
+    tables = 2 * model.padded_vocab * D / mesh.stage / split
+    layers = model.num_layers / mesh.stage
+    return (
+        2 * of_layer / split, 2 * tokens * F / mesh.tensor, 2 * tokens * D,
+        2 * of_layer / mesh.tensor, 4 * tables, 4 * layers * D * (F + heads) / split,
+    )  # fmt: skip
+
+
+def test_bytes_are_those_of_shapes():
+    for schedule, gradients, saved in ("1f1b", 3, 2), ("gpipe", 2, 1):
+        ticks = ticks_of(pipeline__schedule=schedule, model__tied_head=False)
+        of_layer, of_mlp, of_stream, weights, tables, copied = by_hand(ticks)
+        wanted = tables + copied + 4 * gradients * of_layer + 4 * saved * of_stream
+        wanted += 2 * weights + (4 + 6) * of_mlp + 4 * of_stream
+        assert tick_memory.of(ticks) == pytest.approx(wanted, rel=0.01)
+    # Four BACKWARDs leave four times three arrays of F, and of D those of attention.
+    long = dict(batch__sequence_length=512, model__tied_head=False)
+    ticks = ticks_of(**long, pipeline__schedule="zb_1f1b")
+    of_layer, of_mlp, of_stream, weights, tables, copied = by_hand(ticks)
+    heads = ticks.run.model.num_heads * ticks.run.model.head_dim
+    keys = ticks.run.model.num_kv_heads * ticks.run.model.head_dim
+    of_heads = of_stream / ticks.run.model.width * (2 * heads + 2 * keys)
+    factors = 4 * (3 * of_mlp + 4 * of_stream + of_heads)
+    wanted = tables + 3 * tables / 2 + copied + 4 * factors + 3 * 4 * of_layer
+    wanted += 3 * 4 * of_stream + 2 * weights + 10 * of_mlp + 4 * of_stream
+    assert tick_memory.of(ticks) == pytest.approx(wanted, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "keys, name",
+    [
+        (dict(), "_ahead"), (dict(pipeline__schedule="zb_1f1b"), "_ahead"),
+        (dict(pipeline__schedule="interleaved_1f1b", model__num_layers=16), "_ahead"),
+        (dict(pipeline__schedule="gpipe"), "_gpipe"), (dict(model__num_layers=4), "_two_layers"),
+        (dict(model__num_layers=2), "_otherwise"), (dict(pipeline__schedule="zb_h1"), "_otherwise"),
+        (dict(pipeline__schedule="pipedream_2bw"), "_otherwise"),
+        (dict(sharding__gather="step"), "_otherwise"),
+        (dict(sharding__gather="step", pipeline__schedule="gpipe"), "_otherwise"),
+        # One microbatch: nothing takes turns, and factors are there all the same.
+        (dict(pipeline__schedule="zb_1f1b", batch__accumulation=1), "_ahead"),
+        (OVER_TENSOR, "_otherwise"),
+        (OVER_TENSOR | dict(pipeline__schedule="gpipe"), "_gpipe_in_turn"),
+        (OVER_TENSOR | dict(pipeline__schedule="zb_1f1b"), "_otherwise"),
+        (OVER_TENSOR | dict(sharding__layout="zero1", mesh__fsdp=1, mesh__data=2), "_in_turn"),
+        (WHOLE, "_whole"), (WHOLE | dict(precision="fp32"), "_otherwise"),
+        (WHOLE | dict(pipeline__schedule="zb_1f1b"), "_whole_and_split"),
+        (WHOLE | dict(pipeline__schedule="zb_h1"), "_otherwise"),
+        (WHOLE | dict(pipeline__schedule="pipedream_2bw"), "_whole"),
+        (WHOLE | dict(pipeline__schedule="gpipe"), "_otherwise"),
+        (WHOLE | dict(mesh__data=1, pipeline__schedule="gpipe"), "_in_turn"),
+        (WHOLE | dict(model__num_layers=2), "_of_one_layer"),
+    ],
+)  # fmt: skip
+def test_which_program_counts(keys, name):
+    assert tick_memory.program_of(ticks_of(**keys)).__name__ == name
+    assert tick_memory.program_of(ticks_of(**keys, on_gpu=False)).__name__ == "_on_tpu"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32", "pure_bf16", "fp16"])
+@pytest.mark.parametrize("reduce_dtype", ["", "bf16", "fp32"])
+def test_no_array_takes_less_than_nothing(precision, reduce_dtype):
+    """Nor is what a wide gradient takes more counted for a narrow one."""
+    keys = dict(precision=precision, reduce_dtype=reduce_dtype)
+    for schedule in "gpipe", "1f1b", "zb_1f1b":
+        for layers in 4, 8:
+            ticks = ticks_of(**keys, pipeline__schedule=schedule, model__num_layers=layers)
+            assert ticks.fp32_of_layer >= 0 and ticks.gradients > 0
+            assert tick_memory.of(ticks) >= ticks.layer(2) + ticks.gradients
+
+
+def test_with_part_a_forward_saves_the_input_of_its_chunk():
+    """And a BACKWARD makes the rest: so `part+none` takes no more than `none`, with slots less."""
+    for schedule in "gpipe", "1f1b":
+        keys = dict(pipeline__schedule=schedule, model__mlp_dim=1024, model__vocab_size=2**16)
+        part, none = (ticks_of(**keys, remat=text) for text in ("part+none", "none"))
+        assert part.saved == none.saved == none.saved_by_forward > 4 * part.saved_by_forward
+        assert tick_memory.of(part) <= tick_memory.of(none) + 2 * part.saved
+        of_part, of_none = (stage_memory.of(each.run, on_gpu=True).total for each in (part, none))
+        assert of_part < of_none
+
+
+def test_gradients_of_layers_that_are_not_deferred_are_those_of_backward():
+    """Of eight layers one to eight."""
+    run = ticks_of(pipeline__schedule="zb_1f1b", model__num_layers=16).run
+    program = ticks_lib.program(utilization.table_of(run))
+    found = [
+        tick_memory.of(tick_arrays.Ticks(run, program, deferred, True)) for deferred in range(1, 9)
+    ]
+    assert found[2:] == sorted(found[2:])
+    last = tick_arrays.Ticks(run, program, 1, True)
+    # One layer is in no loop, whose factors are there once.
+    wanted = around(last, 7 / 8 * 4 + 1 / 8, 3) + last.factors + 3 * last.table("embedding")
+    assert found[0] == pytest.approx(wanted + at_work(last))
+
+
+def test_weights_that_are_gathered_once_a_step_are_there():
+    step, layer = (ticks_of(sharding__gather=each) for each in ("step", "layer"))
+    weights = by_hand(step)[3] * step.run.model.num_layers / 2
+    assert step.gathered_for_step == pytest.approx(weights, rel=0.01)
+    assert layer.gathered_for_step == 0
+    assert tick_memory.of(step) > weights
 
 
 def around(ticks, gradients=0, saved=0):
@@ -36,7 +148,7 @@ def around(ticks, gradients=0, saved=0):
 
 def at_work(ticks):
     """A layer's activations, and weights of two."""
-    return ticks.layer(2) + ticks.more + ticks.fp32_of_layer
+    return ticks.layer(2) + ticks.more_of_mlp + ticks.fp32_of_layer
 
 
 @pytest.mark.parametrize(
@@ -82,6 +194,11 @@ def test_beside_the_loss_is_what_two_forwards_saved():
     ticks = ticks_of(**keys, pipeline__schedule="gpipe", remat="none", batch__size=512)
     wanted = around(ticks, 0, 1) + ticks.of_loss
     assert tick_memory.of(ticks) == pytest.approx(wanted)
+    # So is a tied head's, of weights that are gathered where they are used.
+    keys = keys | OVER_TENSOR | dict(pipeline__schedule="gpipe", model__tied_head=True)
+    ticks = ticks_of(**keys)
+    wanted = around(ticks, 0, 2) + ticks.of_loss + ticks.table("embedding", "gradients")
+    assert tick_memory.of(ticks) == pytest.approx(wanted)
 
 
 def test_where_backward_is_split_ticks_in_no_loop_have_their_results_from_the_first_on():
@@ -104,7 +221,7 @@ def test_a_part_of_the_loss_is_beside_fp32_layers_that_save_everything():
     for text, chunks in ("none", 1), ("none", 4), ("full", 4):
         keys = dict(WHOLE, precision="fp32", remat=text, model__vocab_size=2**15)
         ticks = ticks_of(**keys | dict(loss__chunks=chunks))
-        plain = around(ticks) + ticks.backward(2) + ticks.more + ticks.of_fp32_gradients
+        plain = around(ticks) + ticks.backward(2) + ticks.more_of_mlp + ticks.of_fp32_gradients
         part = tick_memory.of(ticks) - plain
         logits = 2 * 4 * utilization.tokens_of(ticks.run) * 2**15 / 2 / chunks
         head = ticks.table("head") if chunks > 1 else 0
@@ -114,15 +231,17 @@ def test_a_part_of_the_loss_is_beside_fp32_layers_that_save_everything():
 def test_an_input_of_several_products_is_stored_once_where_no_branch_is_between():
     once, twice = (ticks_of(pipeline__schedule=name) for name in ("zb_1f1b", "zb_h1"))
     width = 2 * utilization.tokens_of(once.run) * once.run.model.width  # bf16
-    assert twice.factors - once.factors == once.size * 3 * width
+    assert twice.factors - once.factors == once.layers * 3 * width
     # Queries, keys and values have one input, and gate and up.
-    assert tick_memory.factor_bytes(once.run) * once.size == twice.factors
+    assert tick_arrays.factor_bytes(once.run) * once.layers == twice.factors
     for other in (
         ticks_of(on_gpu=False, pipeline__schedule="zb_1f1b"),
         ticks_of(pipeline__schedule="zb_1f1b", **PERIODS),
     ):
-        of_layer = tick_memory.factor_bytes(other.run)
-        assert other.factors == other.size * of_layer == other.size * twice.factors / twice.size
+        of_layer = tick_arrays.factor_bytes(other.run)
+        assert (
+            other.factors == other.layers * of_layer == other.layers * twice.factors / twice.layers
+        )
     slots = once.program.slots["deferred"]
     assert stage_memory.of(once.run, on_gpu=True).factors == slots * once.factors
 
@@ -144,7 +263,7 @@ def test_loops_over_periods_read_and_write_their_parts_once_more():
             ticks = ticks_of(**keys)
             of[pattern] = tick_memory.of(ticks)
         several, one = of.values()
-        wanted = more * ticks.saved + ticks.layer(2) + ticks.more
+        wanted = more * ticks.saved + ticks.layer(2) + ticks.more_of_mlp
         assert several - one == pytest.approx(wanted), schedule
     # Chunks that begin at other kinds take branches, and have no periods.
     assert ticks_of(**PERIODS).has_periods

@@ -187,6 +187,26 @@ def test_programs_of_few_tokens():
     assert found[-1] <= 0.2
 
 
+def test_lookups_of_nothing_are_left_out_on_gpus():
+    """In the last turn of a loop: of chunks of one layer, or interleaved with branches."""
+    kinds = dict(model__layer_pattern=("local", "local", "global"), model__window=64)
+    interleaved = PIPELINE | dict(pipeline__schedule="interleaved_1f1b", model__num_layers=8)
+    for keys, idle in (
+        (interleaved, 0), (interleaved | kinds, 2), (interleaved | dict(model__num_layers=4), 2),
+        # Chunks of a whole period take no branches.
+        (interleaved | kinds | dict(model__num_layers=12), 0),
+        (PIPELINE | kinds | dict(pipeline__schedule="1f1b", model__num_layers=8), 0),
+    ):  # fmt: skip
+        run = resolved(**keys)
+        assert traffic.passes_of(run).idle == idle
+        lookups = [
+            sum(one.count for one in traffic.of(sizes.of(run), on_gpu=on_gpu)
+                if one.purpose == "lookups and heads")
+            for on_gpu in (False, True)
+        ]  # fmt: skip
+        assert lookups[0] - lookups[1] == idle
+
+
 @pytest.mark.parametrize(
     ("keys", "unread"), [({}, 2), (dict(mesh__fsdp=2, mesh__tensor=2), 0)], ids=["fsdp", "tensor"]
 )

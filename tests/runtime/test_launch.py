@@ -273,8 +273,8 @@ def test_processes_compute_together():
     # A line is one write: Gloo prints to the same stdout meanwhile, from threads of its own.
     code = JOIN + textwrap.dedent("""
         from jax.experimental import multihost_utils
-        sum = multihost_utils.process_allgather(jax.process_index() + 1).sum()
-        print(f"sum {sum}\\n", end="", flush=True)
+        total = multihost_utils.process_allgather(jax.process_index() + 1).sum()
+        print(f"sum {total}\\n", end="", flush=True)
         launch.log("only the first says so")
         counts = jax.device_count(), launch.device_count(launch.LaunchConfig())
         print("devices {} {}\\n".format(*counts), end="")

@@ -70,11 +70,11 @@ def mark_listed(items: Iterable[pytest.Item]) -> list[str]:
 
 def group_by_file(items: Iterable[pytest.Item]) -> None:
     """Gives tests without a group that of their file: its fixtures, and programs that it keeps, are
-    then made by one worker. A file whose tests take longer than others says which go together."""
+    then made by one worker. Where a file takes minutes, put `xdist_group` on its tests, by what
+    they share: a run takes no less than its longest group."""
     for item in items:
         if not item.get_closest_marker("xdist_group"):
-            file = item.path.relative_to(LISTED.parent).with_suffix("")
-            item.add_marker(pytest.mark.xdist_group(str(file)))
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
 
 
 def read_list() -> dict[str, str]:
