@@ -28,7 +28,8 @@ from llmx.data import pairs
 from llmx.model import costs, precision, quantization, quantized, ranks, remat, remat_costs
 from llmx.model.attention import blockwise, cudnn, splash
 from llmx.model.families import is_local
-from llmx.plan import experts, gemm, memory, orthogonal, periods, traffic
+from llmx.plan import experts, gemm, memory, orthogonal, periods
+from llmx.plan import passes as passes_lib
 from llmx.plan.gemm import Core
 from llmx.plan.sizes import Sizes
 from llmx.step import moments, optimizers
@@ -428,7 +429,7 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
         yield "ring", moved.ring * steps * queries * (2 / 3 if index else 1 / 3), 1.0
     alone = sizes.mesh["stage"] == 1 and sizes.saves_all
     passes = moved.kept if alone else moved.saves
-    if traffic.passes_of(sizes.run).shared:
+    if passes_lib.of(sizes.run).shared:
         passes = moved.slots
     times = passes[index] + moved.nested[index] * periods.share_in_loops(sizes)
     yield SAVES, times * device.saved, 1.0

@@ -20,6 +20,7 @@ from llmx.aot import links
 from llmx.config import Config, recipe, utilization
 from llmx.model import costs, remat_costs
 from llmx.plan import candidates, memory, operators, routes, sizes, step_time, traffic
+from llmx.plan import passes as passes_lib
 from llmx.plan.candidates import Candidate, Group, Space
 from llmx.plan.machines import Machine
 from llmx.plan.operators import BACKWARD, FORWARD, LOSS
@@ -182,7 +183,7 @@ class Bounds:
         on_torus = self.machine.topology.platform == "tpu"
         hosts = None if on_torus else routes.Routes(self.machine, counted.mesh)
         total = 0.0
-        passes = traffic.passes_of(run)
+        passes = passes_lib.of(run)
         inner = (*traffic.over_tensor(counted, passes), *traffic.over_sequence(counted, passes))
         for one in inner:
             if one.size > 1 and one.count:

@@ -24,7 +24,8 @@ from llmx.config.axes import gathers_ahead
 from llmx.pipeline import schedule, simulate
 from llmx.pipeline.schedule import KINDS, Table
 from llmx.pipeline.simulate import Timeline
-from llmx.plan import exchange, experts, operators, routes, sizes, traffic
+from llmx.plan import exchange, experts, operators, routes, sizes
+from llmx.plan import passes as passes_lib
 from llmx.plan.machines import Machine
 from llmx.plan.operators import BACKWARD, ENDS, FORWARD, LOSS, Operator
 from llmx.plan.sizes import Sizes
@@ -132,7 +133,7 @@ def overlap_of(machine: Machine) -> Overlap:
 def of(run: Config, machine: Machine) -> StepTime:
     """Of a resolved run."""
     counted, overlap = sizes.of(run), overlap_of(machine)
-    passes = traffic.passes_of(run)
+    passes = passes_lib.of(run)
     parts, listed = computed(counted, machine)
     compute = sum(parts.values()) - parts.get(BUBBLE, 0.0)
     turns = recipe.turns_of(run, machine.topology.device_kind)
@@ -282,7 +283,7 @@ class _Waits:
     """What the core waits for messages."""
 
     counted: Sizes
-    passes: traffic.Passes
+    passes: passes_lib.Passes
     listed: list[Operator]
     overlap: Overlap
     turns: int

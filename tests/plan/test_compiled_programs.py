@@ -17,6 +17,7 @@ from llmx.config import state_memory
 from llmx.model import families
 from llmx.plan import __main__ as command
 from llmx.plan import compiled_programs, exchange, memory, search, sizes, traffic
+from llmx.plan import passes as passes_lib
 from llmx.step import optimizers
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -198,7 +199,7 @@ def test_lookups_of_nothing_are_left_out_on_gpus():
         (PIPELINE | kinds | dict(pipeline__schedule="1f1b", model__num_layers=8), 0),
     ):  # fmt: skip
         run = resolved(**keys)
-        assert traffic.passes_of(run).idle == idle
+        assert passes_lib.of(run).idle == idle
         lookups = [
             sum(one.count for one in traffic.of(sizes.of(run), on_gpu=on_gpu)
                 if one.purpose == "lookups and heads")
@@ -213,7 +214,7 @@ def test_lookups_of_nothing_are_left_out_on_gpus():
 def test_sends_that_no_stage_stores_are_left_out_on_gpus(keys, unread):
     """GPipe: what the last ticks of both directions send arrives nowhere."""
     run = resolved(**PIPELINE | keys)
-    passes = traffic.passes_of(run)
+    passes = passes_lib.of(run)
     assert (passes.sends, passes.unread, passes.alike) == (10, 2, 10)
     counts = [
         one.count for on_gpu in (False, True)
