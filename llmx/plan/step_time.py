@@ -24,7 +24,7 @@ from llmx.config.axes import gathers_ahead
 from llmx.pipeline import schedule, simulate
 from llmx.pipeline.schedule import KINDS, Table
 from llmx.pipeline.simulate import Timeline
-from llmx.plan import exchange, experts, operators, routes, sizes
+from llmx.plan import exchange, experts, operators, routes, sizes, slots
 from llmx.plan import passes as passes_lib
 from llmx.plan.machines import Machine
 from llmx.plan.operators import BACKWARD, ENDS, FORWARD, LOSS, Operator
@@ -175,8 +175,12 @@ def computed(counted: Sizes, machine: Machine) -> tuple[dict[str, float], list[O
     moved = MOVED[machine.topology.platform]
     turns = recipe.turns_of(counted.run, machine.topology.device_kind)
     listed = operators.of(counted, machine.core, moved, turns=turns)
+    deferred = exchange.deferred_on(counted.run, machine.topology)
+    if machine.topology.platform == "gpu" and (held := slots.moved_bytes(counted, deferred)):
+        seconds = held / machine.core.bandwidth
+        listed.append(Operator("slots", operators.MOVES, ENDS, seconds, bytes=held))
     parts = _computed(counted, listed)
-    if (idle := _idle(counted, listed, exchange.deferred_on(counted.run, machine.topology))) > 0:
+    if (idle := _idle(counted, listed, deferred)) > 0:
         parts[BUBBLE] = idle
     return parts, listed
 

@@ -124,6 +124,8 @@ def test_plain_pipelines():
     assert len(off) >= 148 and np.mean(off) <= 0.03 and max(off) <= 0.13
     assert sum(of > 0.08 for of in off) <= 4
     assert all(abs(error.state) <= 0.0035 for error in found)
+    steps = [abs(error.step) for error in found]
+    assert np.mean(steps) <= 0.1 and max(steps) <= 0.35
     assert all(abs(of) <= 0.02 for error in found for of in error.sent.values())
 
 

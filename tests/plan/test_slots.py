@@ -1,0 +1,54 @@
+"""What GPUs move between slots and layers, in a step of a pipeline."""
+
+import pytest
+from support.resolved import resolved
+
+from llmx.config import tick_arrays, utilization
+from llmx.pipeline import ticks
+from llmx.plan import machines, sizes, slots, step_time
+
+STAGES = dict(
+    mesh__stage=2, mesh__data=1, mesh__fsdp=4, batch__accumulation=8, batch__size=32,
+    batch__sequence_length=64, sharding__layout="zero3", remat="full", pipeline__schedule="zb_h1",
+    model__num_layers=8,
+)  # fmt: skip
+
+
+def moved(deferred=1.0, **keys):
+    return slots.moved_bytes(sizes.of(resolved(**STAGES | keys)), deferred)
+
+
+def test_ticks_with_branches_move_all_slots_of_a_microbatch():
+    """Of 8 microbatches in 2 stages 21 ticks, as compiled."""
+    run = resolved(**STAGES)
+    program = ticks.program(utilization.table_of(run))
+    assert [times for _, _, times in program.loops if times > 2] == [21]
+    D, F, H, K = run.model.width, run.model.mlp_dim, run.model.head_dim, run.model.num_kv_heads
+    heads = run.model.num_heads * H
+    tokens = 64  # one row of a device
+    factors = 4 * 2 * tokens * (7 * D + 3 * F + 2 * heads + 2 * K * H)  # four layers in bf16
+    saved = 4 * 2 * tokens * D
+    assert moved() == pytest.approx(slots.OF_BRANCHES * 21 * (saved + factors))
+    # Of the layers that are not deferred there are no factors.
+    assert moved(0.25) == pytest.approx(slots.OF_BRANCHES * 21 * (saved + factors / 4))
+    for name in ("1f1b", "gpipe", "zb_1f1b"):
+        assert moved(pipeline__schedule=name) == 0
+    assert moved(mesh__stage=1) == 0
+
+
+def test_layers_that_save_everything_write_it_once_more():
+    run = resolved(**STAGES | dict(remat="none", pipeline__schedule="1f1b"))
+    saved = tick_arrays.kept(run, "none", (4, 4))
+    assert moved(remat="none", pipeline__schedule="1f1b") == slots.OF_SAVES * 8 * saved
+    for text in "dots", "names", "part+none":
+        assert moved(remat=text, pipeline__schedule="1f1b") == 0
+
+
+def test_it_takes_time_on_gpus():
+    of = {}
+    for name in "h100:8", "v5p:2x2x2":
+        machine = machines.parse(name)
+        listed = step_time.of(resolved(**STAGES), machine).operators
+        of[name] = [one.seconds for one in listed if one.name == "slots"]
+    assert of["v5p:2x2x2"] == []
+    assert of["h100:8"] == [pytest.approx(moved() / machines.parse("h100:8").core.bandwidth)]
