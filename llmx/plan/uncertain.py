@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from llmx.aot.report import size
 from llmx.aot.topologies import Topology
 from llmx.config import Config, state_memory, utilization
-from llmx.config.axes import is_one_device
+from llmx.config.axes import is_one_device, splits_parameters
 from llmx.model import remat
 from llmx.model.attention import splash
 from llmx.plan import sizes, traffic
@@ -124,5 +124,12 @@ def _of_stages(run: Config, topology: Topology) -> Iterator[str]:
         yield "stages of one layer: memory a tenth more or less, time up to a seventh more"
     if topology.platform == "gpu":
         yield "a pipeline on GPUs: memory a tenth more or less, time a seventh"
+        if remat.keeps_input(run.remat):
+            yield "a pipeline on GPUs with part: memory up to a quarter more"
+        if run.sharding.gather == "step" and splits_parameters(run):
+            yield (
+                "weights of a pipeline on GPUs gathered once a step: memory up to a fifth more, "
+                "bytes up to two thirds more"
+            )
         if run.pipeline.schedule.startswith("zb") and remat.inside(run.remat) == "none":
             yield "the time of a zero-bubble schedule whose layers save all: a quarter more or less"

@@ -425,6 +425,9 @@ def test_what_is_uncertain_is_said():
     assert "a pipeline on GPUs" not in str(said(bubble, V5P))
     saves_all = _run(**zb, remat="none")
     assert "layers save all: a quarter" in str(said(saves_all, H100))
+    for keys, words in (dict(remat="part"), "with part"), (dict(sharding__gather="step"), "once a"):
+        assert words in str(said(_run(**zb | dict(pipeline__schedule="1f1b"), **keys), H100))
+        assert words not in str(said(bubble, H100))
     experts = dict(model__num_experts=4, model__experts_per_token=2, model__expert_dim=512)
     assert any(
         "a mixture of few layers" in line for line in said(_run(mesh__fsdp=8, **experts), V5P)
