@@ -180,12 +180,14 @@ def _whole_and_split(ticks: Ticks) -> float:
 
 
 def _two_layers(ticks: Ticks) -> float:
-    """They are in no loop, and read what they saved from slots. Beside the loss is what two
-    FORWARDs saved. A tied head's gradient was in the embedding's where this was compiled."""
+    """They are in no loop, and read what they saved from slots, or with `part` make it. Beside the
+    loss is what two FORWARDs saved. A tied head's gradient was in the embedding's where this was
+    compiled."""
     around = ticks.outside + ticks.copied + ticks.gradients
     of_loss = ticks.of_loss + 2 * ticks.saved_by_forward
     of_loss += ticks.heads_unrolled * ticks.more_of_mlp
-    return around + max(ticks.layer_ahead, of_loss)
+    made_again = ticks.saved if ticks.keeps_input else 0.0
+    return around + max(ticks.layer_ahead + made_again, of_loss)
 
 
 def _gpipe(ticks: Ticks) -> float:

@@ -118,6 +118,13 @@ def test_with_part_a_forward_saves_the_input_of_its_chunk():
         assert of_part < of_none
 
 
+def test_two_layers_make_again_what_part_does_not_save():
+    plain, all_of_it = (ticks_of(model__num_layers=4, remat=text) for text in ("part", "part+none"))
+    more = all_of_it.saved - plain.saved
+    assert tick_memory.of(all_of_it) - tick_memory.of(plain) == pytest.approx(more)
+    assert more > 0
+
+
 def test_gradients_of_layers_that_are_not_deferred_are_those_of_backward():
     """Of eight layers one to eight."""
     run = ticks_of(pipeline__schedule="zb_1f1b", model__num_layers=16).run
