@@ -14,7 +14,7 @@ from llmx import sharding
 from llmx.aot import compiler, topologies
 from llmx.aot.report import size
 from llmx.aot.topologies import Topology
-from llmx.config import Config, ConfigError, describe, flags, utilization
+from llmx.config import Config, ConfigError, checks, describe, flags, utilization
 from llmx.model import costs, remat
 from llmx.plan import (
     advice,
@@ -118,6 +118,7 @@ def _refusal(run: Config, topology: Topology) -> str:
     """Why a run is not counted, with the remedy; "" if it is."""
     return (
         candidates.refusal(run)
+        or (topology.platform == "gpu" and checks.rings_in_branches(run))
         or candidates.of_attention(run, topology)
         or experts.refusal(run, topology.device_kind)
     )

@@ -449,3 +449,19 @@ def test_a_run_that_does_not_fit_says_what_to_change(capsys):
     smaller = [*flags, "--config.model.num_layers=4", "--config.batch.size=8"]
     assert command.main(smaller) == 0
     assert "to fit" not in capsys.readouterr().out
+
+
+def test_rings_that_gpus_refuse_are_no_report(capsys):
+    """As `llmx.aot` and the run refuse them; TPUs take them."""
+    flags = (
+        "mesh.stage=4", "mesh.sequence=2", "mesh.data=1", "mesh.fsdp=1", "attention.ulysses=1",
+        "batch.accumulation=8", "batch.size=16", "model.num_layers=8", "data.train_tokenizer=0",
+        "mesh.across_slices=()", "sharding.layout=zero1",
+    )  # fmt: skip
+    given = ["--config", str(ROOT / "configs" / "llama3_8b.py"), *(f"--config.{f}" for f in flags)]
+    for machine, schedule, code in (
+        ("h100:8", "zb_h1", 2), ("h100:8", "1f1b", 0), ("v5p:2x2x2", "zb_h1", 0),
+    ):  # fmt: skip
+        args = [*given, "--machine", machine, f"--config.pipeline.schedule={schedule}"]
+        assert (command.main(args) == 2) == (code == 2)
+        assert ("a ring inside a branch" in capsys.readouterr().err) == (code == 2)
