@@ -4,6 +4,8 @@ from llmx import sharding
 from llmx.config import Config
 from llmx.sync import replicas
 
+WRITTEN_OUT = 2  # turns of a loop, by XLA:GPU where it gathers ahead
+
 
 def layout_of(config: Config) -> sharding.Layout:
     """The layout's tables, with the config's variations and strategy."""

@@ -7,12 +7,10 @@ goes in it depends on the program that XLA makes: `config.tick_memory`.
 import dataclasses
 import math
 
-from llmx.config import Config, state_memory, tick_memory, utilization
+from llmx.config import Config, state_memory, tick_arrays, tick_memory, utilization
 from llmx.config.state_memory import leaves
-from llmx.config.tick_arrays import GRADIENT_BYTES, Ticks, kept, tokens_between
-from llmx.model import precision, remat
-from llmx.pipeline import ticks
-from llmx.pipeline.ticks import Program
+from llmx.config.tick_arrays import GRADIENT_BYTES, Ticks
+from llmx.model import remat
 
 # Of a chip's memory, where the config has no limit: within the first, or one layer in the second.
 AUTOMATIC, AT_MOST = 2 / 3, 0.9
@@ -45,24 +43,17 @@ def of(run: Config, *, deferred_layers: int | None = None, on_gpu: bool = False)
     `deferred_layers`: of each chunk, whose weight gradients are deferred; None = all. Raises
     ValueError for remat="budget".
     """
-    return _of(run, _program(run), deferred_layers, on_gpu)
+    return _of(tick_arrays.of(run, deferred_layers, on_gpu=on_gpu))
 
 
-def _program(run: Config) -> Program:
-    return ticks.program(utilization.table_of(run))
-
-
-def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool) -> StageMemory:
-    model, policy = run.model, precision.policy_of(run.precision, run.reduce_dtype)
-    table, chunks = program.table, utilization.chunks_of(run)
-    state, held = state_memory.of(run), state_memory.Held(run)
-    held_gradients = sum(held.numbers(leaf, "gradients") for leaf in leaves(model))
-    size = max(chunks)
-    deferred = size if deferred_layers is None else min(deferred_layers, size)
-    come_and_go = Ticks(run, program, deferred, on_gpu)
-    steps = 2 if table.periodic else 1
+def _of(arrays: Ticks) -> StageMemory:
+    run = arrays.run
+    held, policy, program = arrays.held, arrays.policy, arrays.program
+    state = state_memory.of(run)
+    held_gradients = sum(held.numbers(leaf, "gradients") for leaf in leaves(run.model))
+    periodic = program.table.periodic
     in_flight = versions = 0.0
-    if table.periodic:
+    if periodic:
         # In a step both lie behind each other, and where those in flight were is room for others.
         versions = state["parameters"]
         # With prediction no gradients, as they are applied, but the weights predicted from.
@@ -70,17 +61,17 @@ def _of(run: Config, program: Program, deferred_layers: int | None, on_gpu: bool
             state["parameters"] if run.pipeline.predict
             else policy.reduce.itemsize * held_gradients
         )  # fmt: skip
-    x_bytes = policy.compute.itemsize * model.width * tokens_between(run)
+    x_bytes = policy.compute.itemsize * run.model.width * tick_arrays.tokens_between(run)
     return StageMemory(
         parameters=math.ceil(state["parameters"]),
         optimizer=math.ceil(state["optimizer"] + state["ema"] + state["masks"]),
-        gradients=math.ceil(GRADIENT_BYTES * held_gradients * steps),
+        gradients=math.ceil(GRADIENT_BYTES * held_gradients * (2 if periodic else 1)),
         in_flight=math.ceil(in_flight),
         versions=math.ceil(versions),
-        kept=math.ceil(program.slots["saved"] * kept(run, run.remat, chunks)),
+        kept=math.ceil(program.slots["saved"] * arrays.saved_by_forward),
         waiting=math.ceil((program.slots["inputs"] + program.slots["gradients"]) * x_bytes),
-        factors=program.slots["deferred"] * come_and_go.factors,
-        working=math.ceil(tick_memory.of(come_and_go)),
+        factors=program.slots["deferred"] * arrays.factors,
+        working=math.ceil(tick_memory.of(arrays)),
     )
 
 
@@ -106,13 +97,14 @@ def deferred_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = Fal
     nine tenths: that leaves room for what is not counted. None = all, where neither is known or the
     schedule defers none. Raises ValueError where not one layer's fit.
     """
-    program = _program(run)
+    table = utilization.table_of(run)
     most = run.pipeline.memory_gib * 2**30 or (device_bytes or 0) * AT_MOST
-    if not most or not program.table.splits_backward:
+    if not most or not table.splits_backward:
         return None
+    arrays = tick_arrays.of(run, on_gpu=on_gpu)
     limit = run.pipeline.memory_gib * 2**30 or device_bytes * AUTOMATIC
-    held = lambda layers: _of(run, program, layers, on_gpu).total  # noqa: E731
-    for layers in range(max(utilization.chunks_of(run)), 0, -1):
+    held = lambda layers: _of(dataclasses.replace(arrays, deferred=layers)).total  # noqa: E731
+    for layers in range(arrays.layers, 0, -1):
         if held(layers) <= (limit if layers > 1 else most):
             return layers
     rest, of_a_layer = held(0), held(1) - held(0)
@@ -124,7 +116,7 @@ def deferred_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = Fal
     if run.pipeline.memory_gib:
         remedies.append("a larger pipeline.memory_gib")
     raise ValueError(
-        f"pipeline.schedule={program.table.name!r} within {most / 2**30:.1f} GiB of a device "
+        f"pipeline.schedule={table.name!r} within {most / 2**30:.1f} GiB of a device "
         f"(pipeline.memory_gib={run.pipeline.memory_gib:g}): it holds {rest / 2**30:.1f} GiB, and "
         f"the factors of one deferred layer take {of_a_layer / 2**30:.1f} GiB more; use "
         f"{', or '.join(remedies)}"

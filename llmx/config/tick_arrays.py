@@ -11,9 +11,10 @@ import math
 
 from llmx import sharding
 from llmx.config import Config, loss_memory, utilization
-from llmx.config.axes import gathers_ahead, replica_axes, splits_parameters
+from llmx.config.axes import WRITTEN_OUT, gathers_ahead, replica_axes, splits_parameters
 from llmx.config.state_memory import Held, leaves
 from llmx.model import precision, remat, remat_costs
+from llmx.pipeline import ticks
 from llmx.pipeline.ticks import Program
 
 GRADIENT_BYTES = 4  # of a sum over microbatches, fp32
@@ -78,7 +79,7 @@ class Ticks:
         """Whether a loop has two ticks with heads, which XLA:GPU writes out."""
         heads = self.program.rows.head >= 0
         return any(
-            (length, times) == (1, 2) and heads[first : first + 2].all()
+            (length, times) == (1, WRITTEN_OUT) and heads[first : first + times].all()
             for first, length, times in self.program.loops
         )
 
@@ -112,6 +113,11 @@ class Ticks:
         return self.gathers_ahead and self.layers > 1 and plain
 
     @property
+    def several_kinds(self) -> bool:
+        """Whether the model has layers of several kinds."""
+        return len(set(self.run.model.layer_kinds)) > 1
+
+    @property
     def has_periods(self) -> bool:
         """Whether a chunk's layers are a loop over periods of several kinds, with loops in it."""
         if remat_costs.branches(self.run.model, self.chunks):
@@ -128,7 +134,7 @@ class Ticks:
     @property
     def layers_unrolled(self) -> bool:
         """Whether there is no loop over a chunk's layers where XLA:GPU gathers ahead."""
-        return self.layers == 2 and not self.splits_backward
+        return self.layers == WRITTEN_OUT and not self.splits_backward
 
     @property
     def joined_whole(self) -> bool:
@@ -176,7 +182,7 @@ class Ticks:
         """Whether XLA:GPU sees that several products have one input: where no branch is between,
         of ticks or of layers of several kinds."""
         one_body = self.on_gpu and self.joined and not self.program.table.mixes_kinds
-        return one_body and len(set(self.run.model.layer_kinds)) == 1
+        return one_body and not self.several_kinds
 
     @property
     def rounds_gradients(self) -> bool:
@@ -217,21 +223,21 @@ class Ticks:
         tables = (leaf for leaf in leaves(self.run.model) if not leaf.in_blocks)
         found = GRADIENT_BYTES * sum(self.held.numbers(leaf, "gradients") for leaf in tables)
         if self.on_gpu and not splits_parameters(self.run):
-            found += self.table("embedding") - self.table("embedding", "gradients")
+            found += self.table_gradient("embedding")
+            found -= self.table_gradient("embedding", "gradients")
         if self.gathers_ahead and self.program.table.mixes_kinds:
             return found + self.tied
         in_loops = self.joined_whole and not self.program.table.periodic and self.layers > 1
         if not in_loops or self.chunks_per_stage > 1:
             return found
-        several_kinds = len(set(self.run.model.layer_kinds)) > 1
-        if self.layers > 2 and several_kinds and self.ways("gradients") == 1:
+        if self.layers > WRITTEN_OUT and self.several_kinds and self.ways("gradients") == 1:
             return 2 * (found + self.tied)
         return found + (0.0 if self.rounds_gradients else self.tied)
 
     @property
     def tied(self) -> float:
         """The head's own gradient, where it is the embedding's table."""
-        return self.run.model.tied_head * self.table("embedding", "gradients")
+        return self.run.model.tied_head * self.table_gradient("embedding", "gradients")
 
     @property
     def copied(self) -> float:
@@ -257,13 +263,17 @@ class Ticks:
         return self.deferred * of_layer * (self.program.slots["deferred"] > 0)
 
     @property
+    def deferred_share(self) -> float:
+        return self.deferred / self.layers
+
+    @property
     def selected_factors(self) -> float:
         """`factors` before they are in a slot. As it selects what a branch returns, XLA:GPU has
         more than half of it twice, in chunks of several layers that gather no weights."""
         twice = self.on_gpu and self.layers > 1 and not splits_parameters(self.run)
         return self.factors * (1 + SELECTED_FACTORS if twice else 1)
 
-    def table(self, name: str, split: str = "parameters") -> float:
+    def table_gradient(self, name: str, split: str = "parameters") -> float:
         """A table's gradient in fp32, before it is scattered."""
         tables = (leaf for leaf in leaves(self.run.model) if leaf.name == name)
         return GRADIENT_BYTES * sum(self.held.numbers(leaf, split) for leaf in tables)
@@ -333,6 +343,13 @@ class Ticks:
     def ways(self, table: str) -> int:
         """Over how many devices a layout's table splits the width."""
         return math.prod(vars(self.run.mesh)[axis] for axis in replica_axes(self.run, table))
+
+
+def of(run: Config, deferred_layers: int | None = None, *, on_gpu: bool) -> Ticks:
+    """Of a resolved run with stages. `deferred_layers`: of each chunk, or fewer; None = all."""
+    size = max(utilization.chunks_of(run))
+    deferred = size if deferred_layers is None else min(deferred_layers, size)
+    return Ticks(run, ticks.program(utilization.table_of(run)), deferred, on_gpu)
 
 
 def factor_bytes(run: Config, *, distinct: bool = False) -> int:

@@ -12,7 +12,8 @@ loop over ticks is in no loop either (`axes.gathers_ahead`).
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from llmx.config import loss_memory, utilization
+from llmx.config import loss_memory, tick_arrays, utilization
+from llmx.config.axes import WRITTEN_OUT
 from llmx.config.state_memory import head_of
 from llmx.config.tick_arrays import Ticks
 from llmx.model import remat
@@ -22,7 +23,6 @@ from llmx.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 # of several layers, of one, and where there is one tick at a time.
 OF_MLP_WITHOUT_GATHERS, OF_MLP_OF_ONE_LAYER, OF_MLP_IN_TURN = 7, 3, 3
 LOOKUPS_AT_ONCE = 4  # gradients of the embedding beside a loss, where schedules interleave chunks
-UNROLLED = 2  # turns of a loop that XLA:GPU writes out, where it gathers ahead
 
 
 def of(ticks: Ticks) -> float:
@@ -63,8 +63,19 @@ def _part_of_loss(ticks: Ticks) -> float:
     run = ticks.run
     found = loss_memory.logits_of_chunk(run) + loss_memory.gradients_of_logits(run)
     if utilization.loss_chunks(run) > 1:
-        found += ticks.table(head_of(run.model).name)
+        found += ticks.table_gradient(head_of(run.model).name)
     return found
+
+
+def _or_in_branch(
+    ticks: Ticks, found: float, weights: int, of_mlp: float = tick_arrays.OF_MLP
+) -> float:
+    """A BACKWARD, or, where ticks take branches and if that is more, what a branch returns: it is
+    beside the slots, once the other layers are differentiated."""
+    if not ticks.program.table.mixes_kinds:
+        return found
+    rest = ticks.backward(weights, ticks.deferred_share, of_mlp)
+    return max(found, ticks.selected_factors + rest)
 
 
 def _one_backward(ticks: Ticks, weights: int) -> float:
@@ -72,11 +83,7 @@ def _one_backward(ticks: Ticks, weights: int) -> float:
     found = ticks.backward(weights)
     if ticks.alone and not ticks.keeps_input:  # read from slots where it is used
         found -= ticks.saved
-    if ticks.program.table.mixes_kinds:
-        # What a branch returns is beside the slots, once the other layers are differentiated.
-        rest = ticks.backward(weights, ticks.deferred / ticks.layers)
-        found = max(found, ticks.selected_factors + rest)
-    return found + ticks.outside
+    return _or_in_branch(ticks, found, weights) + ticks.outside
 
 
 def _on_tpu(ticks: Ticks) -> float:
@@ -96,7 +103,7 @@ def _otherwise(ticks: Ticks) -> float:
         of_loss += 2 * ticks.saved_by_forward + ticks.more_of_mlp
     copied = ticks.copied + (ticks.of_fp32_gradients if several else 0.0)
     if ticks.program.table.mixes_kinds:  # WEIGHT's alone
-        copied *= ticks.deferred / ticks.layers
+        copied *= ticks.deferred_share
     found = max(working, of_loss) + copied
     if ticks.gathers_ahead and ticks.joined and several:
         # XLA:GPU begins the next body's ticks, and so has a microbatch's saved activations twice,
@@ -112,12 +119,10 @@ def _otherwise(ticks: Ticks) -> float:
 def _in_turn(ticks: Ticks) -> float:
     """One tick at a time: nothing is copied but fp32 gradients that devices or WEIGHTs sum, and of
     the tables the embedding's is there alone."""
-    table, several = ticks.program.table, ticks.layers > 1
+    several = ticks.layers > 1
     working = ticks.backward(1, of_mlp=OF_MLP_IN_TURN)
-    if table.mixes_kinds:
-        rest = ticks.backward(1, ticks.deferred / ticks.layers, OF_MLP_IN_TURN)
-        working = max(working, ticks.selected_factors + rest)
-    working += (lookups := ticks.table("embedding"))
+    working = _or_in_branch(ticks, working, 1, OF_MLP_IN_TURN)
+    working += (lookups := ticks.table_gradient("embedding"))
     if several and (ticks.splits_backward or ticks.splits_tokens):
         working += ticks.of_fp32_gradients
     of_loss = ticks.of_loss
@@ -157,7 +162,7 @@ def _interleaved_loss(ticks: Ticks) -> float:
     """`_loss`, beside ticks of other chunks of a stage that are begun."""
     found = _loss(ticks)
     if ticks.chunks_per_stage > 1:
-        found += (LOOKUPS_AT_ONCE - 1) * ticks.table("embedding") + ticks.begun
+        found += (LOOKUPS_AT_ONCE - 1) * ticks.table_gradient("embedding") + ticks.begun
         if not ticks.alone and not ticks.rounds_gradients and not ticks.saves_products:
             found += ticks.gradients
     return found
@@ -167,13 +172,13 @@ def _whole_and_split(ticks: Ticks) -> float:
     """With ticks of FORWARD, BACKWARD and WEIGHT in one body. Two turns of a loop are at work at a
     time where a chunk's layers are in no loop."""
     of_layer = ticks.layer(1, OF_MLP_WITHOUT_GATHERS)
-    second = ticks.layers <= UNROLLED
+    second = ticks.layers <= WRITTEN_OUT
     most = 0.0
     for turn in _turns(ticks):
-        found = _written_by_split(ticks, turn) + second * ticks.factors
+        found = _written(ticks, turn) + second * ticks.factors
         found += (turn.forwards + second) * ticks.saved_by_forward
         most = max(most, found + max(of_layer, turn.has_head * ticks.of_loss))
-    return ticks.outside + second * ticks.table("embedding") + most
+    return ticks.outside + second * ticks.table_gradient("embedding") + most
 
 
 # ----------------------------------------------------------------- GPUs that gather layers ahead
@@ -209,11 +214,9 @@ def _ahead(ticks: Ticks) -> float:
     one_saved = interleaved and not (ticks.saves_all or ticks.saves_products)
     most = 0.0
     for turn in _turns(ticks):
+        written = _written(ticks, turn)
         if ticks.splits_backward:
-            written = _written_by_split(ticks, turn)
-            written += (turn.backwards - 1) * ticks.table("embedding")
-        else:
-            written = turn.backwards * ticks.gradients
+            written += (turn.backwards - 1) * ticks.table_gradient("embedding")
         times = turn.backwards if ticks.keeps_input else turn.forwards
         of_backward = ticks.layer_ahead + ticks.of_periods
         of_backward += (1 if one_saved and turn.in_loop else times) * ticks.saved
@@ -254,7 +257,7 @@ def _turns(ticks: Ticks) -> Iterator[_Turn]:
         if BACKWARD in table.kind[first : first + length]:
             counts = (_made_early(ticks, at, kind) for kind in (FORWARD, BACKWARD, WEIGHT))
             has_head = bool(heads[first : first + length * times].any())
-            yield _Turn(times > UNROLLED, *counts, has_head)
+            yield _Turn(times > WRITTEN_OUT, *counts, has_head)
 
 
 def _made_early(ticks: Ticks, at: int, kind: int) -> int:
@@ -264,11 +267,11 @@ def _made_early(ticks: Ticks, at: int, kind: int) -> int:
     BACKWARDs at the end of 1F1B in four stages, makes none as early as in a loop before it.
     """
     found, ahead = 0, ticks.gathers_ahead
-    in_loop = ticks.program.loops[at][2] > UNROLLED
+    in_loop = ticks.program.loops[at][2] > WRITTEN_OUT
     for place, (first, length, times) in enumerate(ticks.program.loops[at:]):
         body = ticks.program.table.kind[first : first + length]
         in_body = int((body == kind).any(axis=1).sum())
-        if times == 1 or (ahead and times <= UNROLLED):  # in no loop
+        if times == 1 or (ahead and times <= WRITTEN_OUT):  # in no loop
             found += in_body * times
         elif place == 0:
             found += in_body * (1 + ahead)
@@ -277,11 +280,11 @@ def _made_early(ticks: Ticks, at: int, kind: int) -> int:
     return found
 
 
-def _written_by_split(ticks: Ticks, turn: _Turn) -> float:
+def _written(ticks: Ticks, turn: _Turn) -> float:
     """Factors, and gradients of a chunk's weights: BACKWARD makes those of the layers that are not
     deferred. Few layers that are deferred are in no loop, whose results would be made early."""
-    few = ticks.deferred <= UNROLLED < ticks.layers
-    share = ticks.deferred / ticks.layers
+    few = ticks.deferred <= WRITTEN_OUT < ticks.layers
+    share = ticks.deferred_share if ticks.splits_backward else 0.0
     weights, backwards = (1, 1) if few else (turn.weights, turn.backwards)
     of_gradients = share * weights + (1 - share) * turn.backwards
     return of_gradients * ticks.gradients + backwards * ticks.factors

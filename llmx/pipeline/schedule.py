@@ -15,6 +15,7 @@ Letters: P stages, M microbatches, v chunks of a stage.
 import collections
 import csv
 import dataclasses
+import functools
 import itertools
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -69,10 +70,15 @@ class Table:
         """Whether BACKWARD makes the gradient of a chunk's input only, WEIGHT those of weights."""
         return bool((self.kind == WEIGHT).any())
 
+    @functools.cached_property
+    def num_mixed(self) -> int:
+        """Ticks in which stages have operations of different kinds, and so take branches."""
+        return sum(len(set(row) - {IDLE}) > 1 for row in self.kind.tolist())
+
     @property
     def mixes_kinds(self) -> bool:
-        """Whether stages have operations of different kinds in one tick, and so take branches."""
-        return any(len(set(row) - {IDLE}) > 1 for row in self.kind.tolist())
+        """Whether there are such ticks."""
+        return self.num_mixed > 0
 
     @property
     def stage_of(self) -> np.ndarray:

@@ -98,6 +98,10 @@ class Moved:
     sums: float  # of gradient buffers, with accumulation
     attention_backward: float  # FLOPs of attention's backward pass, as a multiple of the forward's
     least: float = 0.0  # seconds that an operator takes at least, of which `start` knows nothing
+    # Of pipelines (`plan.slots`), over bytes of a microbatch: passes in each tick with branches,
+    # and in each FORWARD whose layers save all.
+    branches: float = 0.0
+    unlike_slots: float = 0.0
     blocks: bool = False  # attention computes whole blocks of scores (`attention.blockwise`)
     copies: float = 0.0  # of all layers' moments, in each turn of the update's loop over layers
     fresh: bool = False  # what a step holds is new memory
@@ -106,7 +110,8 @@ class Moved:
 
 # Counted in the programs of llama3_8b, and fitted to those of tests/golden/programs.jsonl; `alone`
 # counted in those of one GPU in few_devices.jsonl; `kept` and `nested` in those of Qwen3 0.6B,
-# Llama 3.2 3B and SmolLM3 3B with remat="none" for h200:1.
+# Llama 3.2 3B and SmolLM3 3B with remat="none" for h200:1; `branches` and `unlike_slots` fitted to
+# plain_pipelines.jsonl.
 GPU = Moved(
     mlp=(3.0, 6.0), stream=(7.0, 7.0), heads=(2.0, 4.0), normed=(4.0, 6.0), ring=25.0,
     weights=(0.1, 0.1), shares=(3.0, 4.0), gradients=3.0,
@@ -114,6 +119,7 @@ GPU = Moved(
     rounded=13.0, launches=(25.0, 45.0), of_rounding=7.5,
     of_loss=(30.0, 14.0), of_update=10.0, logits=14.0, lookups=3.0, tied=2.0, cuts=6.0, norms=1.0,
     update=6.5, sums=2.0, attention_backward=3.5, alone=(1.5, 0.0),
+    branches=4.5, unlike_slots=6.0,
 )  # fmt: skip
 TPU = Moved(
     mlp=(0.0, 0.0), stream=(10.0, 16.0), heads=(18.0, 45.0), normed=(4.0, 6.0), ring=60.0,

@@ -6,10 +6,10 @@ are a loop of their own (`llmx.model.layers`).
 
 import itertools
 
+from llmx.config.axes import WRITTEN_OUT
 from llmx.model import remat
 from llmx.model.families import ModelConfig
 from llmx.plan.sizes import Sizes
-from llmx.plan.traffic import WRITTEN_OUT
 
 MOST_BODIES = 3  # as many as were seen
 

@@ -174,11 +174,9 @@ def computed(counted: Sizes, machine: Machine) -> tuple[dict[str, float], list[O
     """
     moved = MOVED[machine.topology.platform]
     turns = recipe.turns_of(counted.run, machine.topology.device_kind)
-    listed = operators.of(counted, machine.core, moved, turns=turns)
     deferred = exchange.deferred_on(counted.run, machine.topology)
-    if machine.topology.platform == "gpu" and (held := slots.moved_bytes(counted, deferred)):
-        seconds = held / machine.core.bandwidth
-        listed.append(Operator("slots", operators.MOVES, ENDS, seconds, bytes=held))
+    listed = operators.of(counted, machine.core, moved, turns=turns)
+    listed += slots.of(counted, machine.core, moved, deferred)
     parts = _computed(counted, listed)
     if (idle := _idle(counted, listed, deferred)) > 0:
         parts[BUBBLE] = idle

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from llmx.aot import links
 from llmx.config import Config, utilization
-from llmx.config.axes import gathers_ahead
+from llmx.config.axes import WRITTEN_OUT, gathers_ahead
 from llmx.config.state_memory import Leaf, leaves
 from llmx.model import remat, remat_costs
 from llmx.model.attention import ring, split
@@ -44,7 +44,6 @@ LANES_OF_A_PART, MOST_LANES = {2: 256, 4: 128, 16: 64}, 160
 # Gathers that it makes of sums: 15.7 and 16.0 MiB were, 17.6 and 18 were not.
 MOST_SUMMED = 16 * 2**20
 IDS = FP32 = 4  # bytes of a token's id, of a number
-WRITTEN_OUT = 2  # turns of a loop, by XLA:GPU
 
 
 @dataclasses.dataclass(frozen=True)

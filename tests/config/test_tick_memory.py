@@ -8,7 +8,6 @@ import pytest
 from support.resolved import resolved
 
 from llmx.config import stage_memory, tick_arrays, tick_memory, utilization
-from llmx.pipeline import ticks as ticks_lib
 
 STAGES = dict(
     mesh__stage=2, mesh__data=1, mesh__fsdp=4, batch__accumulation=8, batch__size=32,
@@ -23,9 +22,7 @@ OVER_TENSOR = dict(mesh__fsdp=2, mesh__tensor=2, model__num_heads=8, batch__size
 
 
 def ticks_of(on_gpu=True, **keys):
-    run = resolved(**STAGES | keys)
-    program = ticks_lib.program(utilization.table_of(run))
-    return tick_arrays.Ticks(run, program, max(utilization.chunks_of(run)), on_gpu)
+    return tick_arrays.of(resolved(**STAGES | keys), on_gpu=on_gpu)
 
 
 def by_hand(ticks):
@@ -128,14 +125,13 @@ def test_two_layers_make_again_what_part_does_not_save():
 def test_gradients_of_layers_that_are_not_deferred_are_those_of_backward():
     """Of eight layers one to eight."""
     run = ticks_of(pipeline__schedule="zb_1f1b", model__num_layers=16).run
-    program = ticks_lib.program(utilization.table_of(run))
-    found = [
-        tick_memory.of(tick_arrays.Ticks(run, program, deferred, True)) for deferred in range(1, 9)
-    ]
+    found = [tick_memory.of(tick_arrays.of(run, num, on_gpu=True)) for num in range(1, 9)]
     assert found[2:] == sorted(found[2:])
-    last = tick_arrays.Ticks(run, program, 1, True)
+    last = tick_arrays.of(run, 1, on_gpu=True)
     # One layer is in no loop, whose factors are there once.
-    wanted = around(last, 7 / 8 * 4 + 1 / 8, 3) + last.factors + 3 * last.table("embedding")
+    wanted = (
+        around(last, 7 / 8 * 4 + 1 / 8, 3) + last.factors + 3 * last.table_gradient("embedding")
+    )
     assert found[0] == pytest.approx(wanted + at_work(last))
 
 
@@ -184,7 +180,7 @@ def test_gradients_and_saved_activations_of_several_ticks(keys, gradients, saved
 def test_a_tied_head_has_a_gradient_of_its_own_beside_a_backward():
     for keys in dict(), dict(pipeline__schedule="gpipe"):
         tied, apart = (ticks_of(**keys, model__tied_head=each) for each in (True, False))
-        assert apart.tied == 0 < tied.tied == tied.table("embedding", "gradients")
+        assert apart.tied == 0 < tied.tied == tied.table_gradient("embedding", "gradients")
         # That takes as much as the table of its own which it has not.
         assert tick_memory.of(tied) == pytest.approx(tick_memory.of(apart))
 
@@ -204,7 +200,7 @@ def test_beside_the_loss_is_what_two_forwards_saved():
     # So is a tied head's, of weights that are gathered where they are used.
     keys = keys | OVER_TENSOR | dict(pipeline__schedule="gpipe", model__tied_head=True)
     ticks = ticks_of(**keys)
-    wanted = around(ticks, 0, 2) + ticks.of_loss + ticks.table("embedding", "gradients")
+    wanted = around(ticks, 0, 2) + ticks.of_loss + ticks.table_gradient("embedding", "gradients")
     assert tick_memory.of(ticks) == pytest.approx(wanted)
 
 
@@ -212,13 +208,13 @@ def test_where_backward_is_split_ticks_in_no_loop_have_their_results_from_the_fi
     """Of eight microbatches in two stages four BACKWARDs, three WEIGHTs and three FORWARDs."""
     for text in "full", "dots":
         ticks = ticks_of(pipeline__schedule="zb_1f1b", remat=text, model__vocab_size=2**17)
-        wanted = around(ticks, 3, 3) + 4 * ticks.factors + 3 * ticks.table("embedding")
+        wanted = around(ticks, 3, 3) + 4 * ticks.factors + 3 * ticks.table_gradient("embedding")
         assert tick_memory.of(ticks) == pytest.approx(wanted + ticks.of_loss)
     # Without gathers no turn of a loop is behind it: two WEIGHTs and a BACKWARD, and those of a
     # turn; of two layers, which are in no loop, the next turn's BACKWARD and FORWARD too.
     for layers, second in (8, 0), (4, 1):
         ticks = ticks_of(**WHOLE, pipeline__schedule="zb_1f1b", model__num_layers=layers)
-        wanted = ticks.outside + second * ticks.table("embedding") + 3 * ticks.gradients
+        wanted = ticks.outside + second * ticks.table_gradient("embedding") + 3 * ticks.gradients
         wanted += (2 + second) * ticks.factors + (1 + second) * ticks.saved + ticks.layer(1, 7)
         assert tick_memory.of(ticks) == pytest.approx(wanted)
 
@@ -231,7 +227,7 @@ def test_a_part_of_the_loss_is_beside_fp32_layers_that_save_everything():
         plain = around(ticks) + ticks.backward(2) + ticks.more_of_mlp + ticks.of_fp32_gradients
         part = tick_memory.of(ticks) - plain
         logits = 2 * 4 * utilization.tokens_of(ticks.run) * 2**15 / 2 / chunks
-        head = ticks.table("head") if chunks > 1 else 0
+        head = ticks.table_gradient("head") if chunks > 1 else 0
         assert part == pytest.approx(logits + head if text == "none" else 0)
 
 
@@ -284,7 +280,7 @@ def test_tables_have_gradients_of_two_turns_beside_layers_of_several_kinds():
         ticks_of(**whole, **PERIODS | dict(model__layer_pattern=pattern))
         for pattern in (("local",), PERIODS["model__layer_pattern"])
     )
-    assert alike.outside == pytest.approx(alike.table("embedding"), rel=0.01)  # and a norm
+    assert alike.outside == pytest.approx(alike.table_gradient("embedding"), rel=0.01)  # and a norm
     assert several.outside == pytest.approx(4 * alike.outside, rel=0.01)
     split = ticks_of(**PERIODS, **whole | dict(sharding__layout="zero2"))
     assert split.outside < 2 * alike.outside

@@ -16,7 +16,6 @@ from llmx.config import (
     utilization,
 )
 from llmx.model import families, remat_costs
-from llmx.pipeline import ticks
 from llmx.plan import memory, sizes, traffic
 
 
@@ -218,14 +217,12 @@ STAGES = dict(
 
 
 def _ticks(run, on_gpu=True):
-    layers = max(utilization.chunks_of(run))
-    return tick_arrays.Ticks(run, ticks.program(utilization.table_of(run)), layers, on_gpu)
+    return tick_arrays.of(run, on_gpu=on_gpu)
 
 
 def _saved(run):
     """Of a microbatch, in a slot."""
-    held = stage_memory.of(run, on_gpu=True)
-    return held.kept / ticks.program(utilization.table_of(run)).slots["saved"]
+    return stage_memory.of(run, on_gpu=True).kept / _ticks(run).program.slots["saved"]
 
 
 def _stages(on_gpu=True, **keys):

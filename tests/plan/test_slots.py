@@ -5,7 +5,7 @@ from support.resolved import resolved
 
 from llmx.config import tick_arrays, utilization
 from llmx.pipeline import ticks
-from llmx.plan import machines, sizes, slots, step_time
+from llmx.plan import machines, operators, sizes, slots, step_time
 
 STAGES = dict(
     mesh__stage=2, mesh__data=1, mesh__fsdp=4, batch__accumulation=8, batch__size=32,
@@ -15,7 +15,9 @@ STAGES = dict(
 
 
 def moved(deferred=1.0, **keys):
-    return slots.moved_bytes(sizes.of(resolved(**STAGES | keys)), deferred)
+    """Bytes."""
+    counted, core = sizes.of(resolved(**STAGES | keys)), machines.parse("h100:8").core
+    return sum(one.bytes for one in slots.of(counted, core, operators.GPU, deferred))
 
 
 def test_ticks_with_branches_move_all_slots_of_a_microbatch():
@@ -28,9 +30,9 @@ def test_ticks_with_branches_move_all_slots_of_a_microbatch():
     tokens = 64  # one row of a device
     factors = 4 * 2 * tokens * (7 * D + 3 * F + 2 * heads + 2 * K * H)  # four layers in bf16
     saved = 4 * 2 * tokens * D
-    assert moved() == pytest.approx(slots.OF_BRANCHES * 21 * (saved + factors))
+    assert moved() == pytest.approx(operators.GPU.branches * 21 * (saved + factors))
     # Of the layers that are not deferred there are no factors.
-    assert moved(0.25) == pytest.approx(slots.OF_BRANCHES * 21 * (saved + factors / 4))
+    assert moved(0.25) == pytest.approx(operators.GPU.branches * 21 * (saved + factors / 4))
     for name in ("1f1b", "gpipe", "zb_1f1b"):
         assert moved(pipeline__schedule=name) == 0
     assert moved(mesh__stage=1) == 0
@@ -39,7 +41,7 @@ def test_ticks_with_branches_move_all_slots_of_a_microbatch():
 def test_layers_that_save_everything_write_it_once_more():
     run = resolved(**STAGES | dict(remat="none", pipeline__schedule="1f1b"))
     saved = tick_arrays.kept(run, "none", (4, 4))
-    assert moved(remat="none", pipeline__schedule="1f1b") == slots.OF_SAVES * 8 * saved
+    assert moved(remat="none", pipeline__schedule="1f1b") == operators.GPU.unlike_slots * 8 * saved
     for text in "dots", "names", "part+none":
         assert moved(remat=text, pipeline__schedule="1f1b") == 0
 
