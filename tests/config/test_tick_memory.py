@@ -115,6 +115,13 @@ def test_with_part_a_forward_saves_the_input_of_its_chunk():
         assert of_part < of_none
 
 
+def test_with_part_a_backward_behind_the_loop_makes_its_own_activations():
+    for schedule, gradients in ("gpipe", 2), ("1f1b", 3):
+        ticks = ticks_of(pipeline__schedule=schedule, remat="part+none")
+        wanted = around(ticks, gradients, gradients) + at_work(ticks)
+        assert tick_memory.of(ticks) == pytest.approx(wanted), schedule
+
+
 def test_two_layers_make_again_what_part_does_not_save():
     plain, all_of_it = (ticks_of(model__num_layers=4, remat=text) for text in ("part", "part+none"))
     more = all_of_it.saved - plain.saved
@@ -140,7 +147,8 @@ def test_weights_that_are_gathered_once_a_step_are_there():
     weights = by_hand(step)[3] * step.run.model.num_layers / 2
     assert step.gathered_for_step == pytest.approx(weights, rel=0.01)
     assert layer.gathered_for_step == 0
-    assert tick_memory.of(step) > weights
+    counted = tick_memory.program_of(step)(step)
+    assert tick_memory.of(step) == counted + step.gathered_for_step > weights
 
 
 def around(ticks, gradients=0, saved=0):
