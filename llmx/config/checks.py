@@ -371,10 +371,11 @@ def _deferred(config: Config, table: schedule.Table) -> Iterator[str]:
             "gradients: leave it out, or use zb_1f1b or another zb_ schedule"
         )
     elif gib and config.remat != remat.BUDGET and not _uncountable(config):
-        try:
-            stage_memory.deferred_layers(config, None)
-        except ValueError as error:
-            yield str(error)
+        # Which compiler there will be is not known here: what fits by either may go on.
+        planned = (stage_memory.planned_layers(config, None, on_gpu=gpu) for gpu in (True, False))
+        refusals = [refusal for _, refusal in planned]
+        if all(refusals):
+            yield refusals[0]
 
 
 def _uncountable(config: Config) -> bool:

@@ -78,16 +78,19 @@ def _of(arrays: Ticks) -> StageMemory:
 def deferred_share(run: Config, device_bytes: int | None, *, on_gpu: bool = False) -> float:
     """The share of a chunk's layers whose weight gradients are deferred, 0 to 1, as they are
     planned."""
-    layers = planned_layers(run, device_bytes, on_gpu=on_gpu)
+    layers, _ = planned_layers(run, device_bytes, on_gpu=on_gpu)
     return 1.0 if layers is None else layers / max(utilization.chunks_of(run))
 
 
-def planned_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = False) -> int | None:
-    """`deferred_layers`, and one where not one layer's weight gradients fit."""
+def planned_layers(
+    run: Config, device_bytes: int | None, *, on_gpu: bool = False
+) -> tuple[int | None, str]:
+    """`deferred_layers`, and ""; where not one layer's weight gradients fit 1, and why the run is
+    refused."""
     try:
-        return deferred_layers(run, device_bytes, on_gpu=on_gpu)
-    except ValueError:
-        return 1
+        return deferred_layers(run, device_bytes, on_gpu=on_gpu), ""
+    except ValueError as error:
+        return 1, str(error)
 
 
 def deferred_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = False) -> int | None:

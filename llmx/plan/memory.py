@@ -95,6 +95,7 @@ class Memory:
     state: dict[str, int]  # "parameters", "optimizer", "ema"; what lives all the time
     peaks: dict[str, dict[str, int]]  # by moment: what comes to the state, by what it is for
     host: int = 0  # of the state, in the host's memory for this device
+    refusal: str = ""  # why the run would not begin, for want of memory
 
     @property
     def moment(self) -> str:
@@ -537,7 +538,7 @@ _LEFT_TO_NEXT_STEP = {"in_flight": "in flight", "kept": "kept", "waiting": "wait
 
 
 def _of_stages(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> Memory:
-    deferred = stage_memory.planned_layers(sizes.run, device_bytes, on_gpu=on_gpu)
+    deferred, refusal = stage_memory.planned_layers(sizes.run, device_bytes, on_gpu=on_gpu)
     parts = dict(vars(stage_memory.of(sizes.run, deferred_layers=deferred, on_gpu=on_gpu)))
     held = {name: math.ceil(num) for name, num in state(sizes).items() if num}
     if parts["in_flight"]:
@@ -548,4 +549,5 @@ def _of_stages(sizes: Sizes, on_gpu: bool, device_bytes: int | None) -> Memory:
     updated = _orthogonalized(sizes) | {"updated parameters": _updated(sizes, on_gpu, device_bytes)}
     if any(updated.values()):
         peaks[UPDATE] = {name: math.ceil(num) for name, num in updated.items() if num}
-    return Memory(held, peaks, math.ceil(sum(state(sizes, on_host=True).values())))
+    on_host = math.ceil(sum(state(sizes, on_host=True).values()))
+    return Memory(held, peaks, on_host, refusal)

@@ -207,7 +207,7 @@ def _mesh(run: Config) -> dict[str, int]:
 
 
 def fits(held: Memory, topology: Topology) -> bool:
-    return held.peak <= ADMITTED * topology.hbm_bytes
+    return not held.refusal and held.peak <= ADMITTED * topology.hbm_bytes
 
 
 def uncounted(run: Config) -> list[str]:
@@ -302,7 +302,7 @@ def _memory_json(held: Memory, topology: Topology) -> dict[str, Any]:
     return {
         "peak": held.peak, "moment": held.moment, "limit": topology.hbm_bytes,
         "admitted": ADMITTED, "fits": fits(held, topology), "state": held.state,
-        "peaks": held.peaks, "host": held.host,
+        "peaks": held.peaks, "host": held.host, "refusal": held.refusal,
     }  # fmt: skip
 
 
@@ -318,6 +318,7 @@ def _memory_lines(held: Memory, topology: Topology) -> list[str]:
         *schedule_report.columns(rows),
         f"the peak is {held.moment}, beside the state",
         *([f"in the host's memory {size(held.host)} of the state"] if held.host else []),
+        *([f"the run is refused: {held.refusal}"] if held.refusal else []),
     ]
 
 

@@ -50,9 +50,10 @@ class Bounds(Protocol):
     def bytes(self, group: Group, text: str) -> float: ...
 
 
-def held(run: Config, machine: Machine) -> int:
-    """Bytes of a device at the peak of a resolved run."""
-    return memory_lib.on(sizes.of(run), machine.topology).peak
+def held(run: Config, machine: Machine) -> int | None:
+    """Bytes of a device at the peak of a resolved run; None where it would not begin."""
+    memory = memory_lib.on(sizes.of(run), machine.topology)
+    return None if memory.refusal else memory.peak
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +98,8 @@ class Found:
 class Search:
     """One config on one machine. What was counted is kept, for another search of it.
 
-    memory, time: of a resolved run on a machine: bytes, and seconds with their parts.
+    memory, time: of a resolved run on a machine: bytes (None = it is refused), and seconds with
+      their parts.
     bounds: below both; None: each candidate is counted.
     own: the run as it is configured, if it goes with the machine: it is a candidate too.
     """
@@ -105,7 +107,7 @@ class Search:
     space: Space
     machine: Machine
     own: Config | None = None
-    memory: Callable[[Config, Machine], int] = held
+    memory: Callable[[Config, Machine], int | None] = held
     time: Callable[[Config, Machine], Timed] = step_time.of
     bounds: Bounds | None = None
     _bytes: dict[Candidate, int | None] = dataclasses.field(default_factory=dict)
@@ -136,7 +138,7 @@ class Search:
         return dataclasses.replace(self, machine=machine, bounds=bounds, _times={})
 
     def bytes_of(self, candidate: Candidate) -> int | None:
-        """Of a device; None where a check refuses it."""
+        """Of a device; None where a check or `memory` refuses it."""
         if candidate not in self._bytes:
             run = self.run_of(candidate)
             self._bytes[candidate] = None if run is None else self.memory(run, self.machine)

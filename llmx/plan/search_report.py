@@ -117,14 +117,16 @@ def bar(out: TextIO) -> Callable[[float, str], None]:
 
 
 def show(
-    config: Config, machine: Machine, *, verify: int = 0, out: TextIO = sys.stderr
+    config: Config, machine: Machine, *, verify: int = 0, out: TextIO | None = None
 ) -> tuple[dict[str, Any], list[str], Config]:
     """The section of the report, its lines, and the best run, resolved; where none fits, the one
     that holds least.
 
-    `config`: not resolved. `verify`: of how many of the fastest the programs are compiled. Raises
-    ValueError where checks refuse every configuration, and what `make` does.
+    `config`: not resolved. `verify`: of how many of the fastest the programs are compiled. `out`:
+    for the progress; None = `sys.stderr`. Raises ValueError where checks refuse every
+    configuration, and what `make` does.
     """
+    out = out or sys.stderr
     begun = time.perf_counter()
     search = make(config, machine)
     found = search.find(most=MOST_COUNTED, progress=bar(out))

@@ -465,3 +465,31 @@ def test_rings_that_gpus_refuse_are_no_report(capsys):
         args = [*given, "--machine", machine, f"--config.pipeline.schedule={schedule}"]
         assert (command.main(args) == 2) == refused
         assert ("a ring inside a branch" in capsys.readouterr().err) == refused
+
+
+def test_a_run_that_would_not_begin_does_not_fit(tmp_path, capsys):
+    """With a layer's weight gradients deferred it may take nine tenths of a device; of a run that
+    begins a report admits more."""
+    flags = ["--config", str(ROOT / "configs" / "llama3_8b.py"), "--machine=small:2x2x1"]
+    flags += ["--config.mesh.stage=2", "--config.mesh.fsdp=2", "--config.model.num_layers=8"]
+    flags += ["--config.pipeline.schedule=zb_h1", "--config.batch.accumulation=4"]
+    flags += ["--config.mesh.across_slices=()"]
+
+    def report(device_bytes, *more):
+        row = {"name": "small", "base": "v5p", "usable_bytes": device_bytes}
+        path = tmp_path / "small.json"
+        path.write_text(json.dumps(row | {"hbm_bytes": device_bytes}))
+        code = command.main([*flags, f"--hardware={path}", *more])
+        return code, capsys.readouterr().out
+
+    _, of_one_layer = report(2**33, "--json")
+    peak = json.loads(of_one_layer)["memory"]["peak"]
+    code, told = report(int(peak / 0.93), "--json")
+    told = json.loads(told)
+    assert code == 1 and told["memory"]["peak"] == peak
+    assert peak < search.ADMITTED * told["memory"]["limit"]
+    code, text = report(int(peak / 0.93))
+    assert code == 1 and "DOES NOT FIT" in text and "the run is refused: pipeline.schedule" in text
+    assert "to fit: It is refused: pipeline.schedule='zb_h1' within" in text
+    code, text = report(int(peak / 0.89))
+    assert code == 0 and "DOES NOT FIT" not in text and "refused" not in text

@@ -1,5 +1,7 @@
 """The state that the planner counts is that of the recipe, leaf for leaf."""
 
+import contextlib
+import json
 import math
 
 import jax
@@ -10,10 +12,10 @@ from jax.sharding import AbstractDevice
 from support.resolved import resolved
 
 from llmx import config, sharding
-from llmx.config import stage_memory
+from llmx.config import ConfigError, stage_memory
 from llmx.config.recipe import make_recipe
 from llmx.model import families
-from llmx.plan import memory, sizes
+from llmx.plan import machines, memory, search, sizes
 from llmx.step import optimizers
 
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", None, "gpu")
@@ -242,3 +244,38 @@ def test_more_devices_never_hold_more():
             memory.of(sizes.of(_resolved(**{f"mesh__{axis}": n}))).peak for n in (1, 2, 4)
         ]  # fmt: skip
         assert np.all(np.diff(peaks) < 0), axis
+
+
+SPLIT = dict(
+    mesh__stage=2, mesh__fsdp=2, pipeline__schedule="zb_h1", batch__size=256,
+    batch__sequence_length=1024, model__max_positions=1024, model__vocab_size=2**14,
+)  # fmt: skip
+
+
+def _of_one_layer(*, on_gpu):
+    """A run that defers the weight gradients of one layer, and the bytes it is counted with."""
+    run = _resolved(**SPLIT)
+    return run, stage_memory.of(run, deferred_layers=1, on_gpu=on_gpu).total
+
+
+def test_where_no_layer_can_be_deferred_the_run_is_refused(tmp_path):
+    run, one_layer = _of_one_layer(on_gpu=False)
+    for share, refused in ((0.89, False), (0.91, True)):
+        held = memory.of(sizes.of(run), device_bytes=(size := int(one_layer / share)))
+        assert held.peak == one_layer
+        assert ("zb_h1' within" in held.refusal) == refused
+        row = dict(name="small", base="v5p", hbm_bytes=size, usable_bytes=size)
+        (path := tmp_path / "small.json").write_text(json.dumps(row))
+        machine = machines.parse("small:2x2x1", path)
+        assert search.held(run, machine) == (None if refused else one_layer)
+
+
+def test_a_limit_is_refused_that_is_too_low_on_every_platform():
+    needed = sorted(_of_one_layer(on_gpu=on_gpu)[1] for on_gpu in (False, True))
+    assert needed[0] < needed[1]
+    for bytes_, fits in ((needed[0] - 2**10, False), (needed[0], True), (needed[1], True)):
+        keys = SPLIT | dict(pipeline__memory_gib=bytes_ / 2**30)
+        with (
+            contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="zb_h1' within")
+        ):
+            _resolved(**keys)
