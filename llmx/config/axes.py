@@ -41,5 +41,16 @@ def gathers_ahead(config: Config) -> bool:
     The last iteration then has no loop around it, and sends nothing that no stage stores; a loop of
     two is written out.
     """
-    splits = splits_parameters(config)
-    return splits and config.sharding.gather == "layer" and config.mesh.tensor == 1
+    return exchanges_ahead(config) and config.sharding.gather == "layer"
+
+
+def gathers_head_ahead(config: Config) -> bool:
+    """Whether it does so with chunks of the head. A tied one is a table of lookups, which stays
+    split where weights are gathered once a step."""
+    once = config.sharding.gather == "step" and not config.model.tied_head
+    return exchanges_ahead(config) and not once
+
+
+def exchanges_ahead(config: Config) -> bool:
+    """Whether XLA:GPU does so with what a loop over ticks gathers: token ids, if not weights."""
+    return splits_parameters(config) and config.mesh.tensor == 1

@@ -13,7 +13,7 @@ further.
 import dataclasses
 
 from llmx.config import Config, utilization
-from llmx.config.axes import gathers_ahead, is_one_device, splits_parameters
+from llmx.config.axes import gathers_head_ahead, is_one_device, splits_parameters
 from llmx.config.state_memory import FP32, Held, head_of
 from llmx.model import precision, remat_costs
 
@@ -51,7 +51,7 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     """Bytes of a resolved run's loss at its peak: logits and their gradients, chunks of the head,
     and the last hidden state in fp32."""
     arrays, kind = GPU if on_gpu else TPU, min(utilization.loss_chunks(run), 3) - 1
-    if kind == 1 and on_gpu and not gathers_ahead(run):
+    if kind == 1 and on_gpu and not gathers_head_ahead(run):
         kind = 2
     logits, gradients, copied = (of[kind] for of in (arrays.logits, arrays.gradients, arrays.rows))
     if kind == 1 and run.model.tied_head:
@@ -66,7 +66,7 @@ def of(run: Config, *, on_gpu: bool = False) -> float:
     read = compute == policy.param.itemsize and not splits_parameters(run)
     if read and (kind == 0 or not on_gpu):
         copied = 0  # the head itself is read
-    if kind == 2 and on_gpu and gathers_ahead(run):
+    if kind == 2 and on_gpu and gathers_head_ahead(run):
         found = max(
             chunks * of_chunk + heads * rows_of_head for chunks, heads in arrays.double_buffered
         )
@@ -119,9 +119,9 @@ def kept_logits(run: Config, *, on_gpu: bool = False) -> float:
     gradient of it."""
     arrays, chunks = GPU if on_gpu else TPU, utilization.loss_chunks(run)
     if on_gpu and splits_parameters(run):
-        if chunks == 1 or (chunks == 2 and gathers_ahead(run)):
+        if chunks == 1 or (chunks == 2 and gathers_head_ahead(run)):
             return gradients_of_logits(run) * chunks
-        if gathers_ahead(run):
+        if gathers_head_ahead(run):
             return gradients_of_logits(run) + head_of_chunk(run)
     if chunks > 1 or not arrays.keeps_logits or remat_costs.saves_all(run.model, run.remat):
         return 0.0

@@ -11,7 +11,13 @@ import math
 
 from llmx import sharding
 from llmx.config import Config, loss_memory, utilization
-from llmx.config.axes import WRITTEN_OUT, gathers_ahead, replica_axes, splits_parameters
+from llmx.config.axes import (
+    WRITTEN_OUT,
+    exchanges_ahead,
+    gathers_ahead,
+    replica_axes,
+    splits_parameters,
+)
 from llmx.config.state_memory import Held, leaves
 from llmx.model import precision, remat, remat_costs
 from llmx.pipeline import ticks
@@ -92,6 +98,15 @@ class Ticks:
         return self.on_gpu and gathers_ahead(self.run)
 
     @property
+    def exchanges_ahead(self) -> bool:
+        return self.on_gpu and exchanges_ahead(self.run)
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether weights are gathered once a step."""
+        return self.run.sharding.gather == "step" and splits_parameters(self.run)
+
+    @property
     def one_kind_a_loop(self) -> bool:
         """Whether loops have ticks of FORWARD alone, and of BACKWARD alone, as in GPipe."""
         table = self.program.table
@@ -101,7 +116,7 @@ class Ticks:
     def one_tick_at_a_time(self) -> bool:
         """Whether XLA:GPU begins no tick early: where stages gather no weights, and blocks exchange
         activations over `tensor`; or each is one device, in loops of one kind."""
-        if not self.on_gpu or splits_parameters(self.run) or self.program.table.periodic:
+        if not self.on_gpu or splits_parameters(self.run):
             return False
         return self.run.mesh.tensor > 1 or (self.one_kind_a_loop and not self.splits_tokens)
 
@@ -203,9 +218,17 @@ class Ticks:
 
     @property
     def gathered_for_step(self) -> float:
-        """All weights of a stage, where they are gathered once a step."""
-        once = self.run.sharding.gather == "step" and splits_parameters(self.run)
-        return once * self.gathered(self.layers * self.chunks_per_stage)
+        """All weights of a stage's products, where they are gathered once a step."""
+        if not self.gathers_once:
+            return 0.0
+        of_layers = self.gathered(self.layers * self.chunks_per_stage)
+        return of_layers + self.policy.compute.itemsize * self.whole_head
+
+    @property
+    def whole_head(self) -> float:
+        """Numbers of a stage's share of a head, which is gathered once a step if it is not tied."""
+        rows = self.run.model.padded_vocab / (self.run.mesh.stage * self.run.mesh.tensor)
+        return 0.0 if self.run.model.tied_head else rows * self.run.model.width
 
     @functools.cached_property
     def gradients(self) -> float:
@@ -339,6 +362,12 @@ class Ticks:
         if not (self.saves_products or self.saves_all):
             return 0.0
         return self.saved_by_forward + self.saves_products * self.gradients
+
+    @property
+    def begun_again(self) -> float:
+        """Of a second microbatch that is begun, with `part`, where stages gather no weights: what
+        is made again, and more of a layer's MLP."""
+        return self.keeps_input * (self.saved + self.more_of_mlp)
 
     def ways(self, table: str) -> int:
         """Over how many devices a layout's table splits the width."""

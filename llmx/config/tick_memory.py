@@ -15,13 +15,14 @@ from typing import NamedTuple
 from llmx.config import loss_memory, tick_arrays, utilization
 from llmx.config.axes import WRITTEN_OUT
 from llmx.config.state_memory import head_of
-from llmx.config.tick_arrays import Ticks
+from llmx.config.tick_arrays import GRADIENT_BYTES, Ticks
 from llmx.model import remat
 from llmx.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 
 # Arrays [tokens, F] of a layer, in place of `tick_arrays.OF_MLP`, on GPUs that gather no weights:
 # of several layers, of one, and where there is one tick at a time.
 OF_MLP_WITHOUT_GATHERS, OF_MLP_OF_ONE_LAYER, OF_MLP_IN_TURN = 7, 3, 3
+FREED = 0.25  # of the factors that WEIGHT reads
 LOOKUPS_AT_ONCE = 4  # gradients of the embedding beside a loss, where schedules interleave chunks
 
 
@@ -101,7 +102,10 @@ def _otherwise(ticks: Ticks) -> float:
     if ticks.gathers_ahead and ticks.heads_unrolled:
         # Two FORWARDs at a time, one with its logits.
         of_loss += 2 * ticks.saved_by_forward + ticks.more_of_mlp
-    copied = ticks.copied + (ticks.of_fp32_gradients if several else 0.0)
+    if ticks.joined_whole and several:
+        working += ticks.begun_again - (ticks.keeps_input * ticks.gradients)
+    one_chunk = several and ticks.chunks_per_stage == 1
+    copied = ticks.copied + (ticks.of_fp32_gradients if one_chunk else 0.0)
     if ticks.program.table.mixes_kinds:  # WEIGHT's alone
         copied *= ticks.deferred_share
     found = max(working, of_loss) + copied
@@ -123,7 +127,8 @@ def _in_turn(ticks: Ticks) -> float:
     working = ticks.backward(1, of_mlp=OF_MLP_IN_TURN)
     working = _or_in_branch(ticks, working, 1, OF_MLP_IN_TURN)
     working += (lookups := ticks.table_gradient("embedding"))
-    if several and (ticks.splits_backward or ticks.splits_tokens):
+    periodic = ticks.program.table.periodic
+    if several and (ticks.splits_backward or ticks.splits_tokens) and not periodic:
         working += ticks.of_fp32_gradients
     of_loss = ticks.of_loss
     if ticks.joined:
@@ -140,6 +145,7 @@ def _whole(ticks: Ticks) -> float:
     found += ticks.of_periods
     saves = ticks.saves_all or ticks.saves_products
     found += saves * ticks.saved_by_forward
+    found += ticks.begun_again if ticks.chunks_per_stage == 1 else 0.0
     if saves and ticks.ways("gradients") == 1:
         found += _part_of_loss(ticks)
     elif run.model.tied_head and utilization.loss_chunks(run) == 1:
@@ -175,9 +181,15 @@ def _whole_and_split(ticks: Ticks) -> float:
     second = ticks.layers <= WRITTEN_OUT
     most = 0.0
     for turn in _turns(ticks):
-        found = _written(ticks, turn) + second * ticks.factors
+        # A loop's body has two turns: two BACKWARDs, and their gradients of layers not deferred.
+        more = second or (turn.in_loop and turn.backwards == 1)
+        found = _written(ticks, turn) + more * ticks.factors
+        found += turn.in_loop * (1 - ticks.deferred_share) * ticks.gradients
         found += (turn.forwards + second) * ticks.saved_by_forward
-        most = max(most, found + max(of_layer, turn.has_head * ticks.of_loss))
+        again = 0.0
+        if ticks.keeps_input:  # of two microbatches
+            again = 2 * ticks.saved
+        most = max(most, found + max(of_layer + again, turn.has_head * ticks.of_loss))
     return ticks.outside + second * ticks.table_gradient("embedding") + most
 
 
@@ -217,7 +229,7 @@ def _ahead(ticks: Ticks) -> float:
         written = _written(ticks, turn)
         if ticks.splits_backward:
             written += (turn.backwards - 1) * ticks.table_gradient("embedding")
-        times = turn.backwards if ticks.keeps_input else turn.forwards
+        times = _made_again(ticks, turn) if ticks.keeps_input else turn.forwards
         of_backward = ticks.layer_ahead + ticks.of_periods
         of_backward += (1 if one_saved and turn.in_loop else times) * ticks.saved
         of_loss = ticks.of_loss + turn.forwards * ticks.saved_by_forward + interleaved * ticks.tied
@@ -234,6 +246,37 @@ def _gpipe_in_turn(ticks: Ticks) -> float:
     of_backward = ticks.layer(1) + ticks.gradients + ticks.saved
     of_loss = ticks.of_loss + ticks.tied + 2 * ticks.saved_by_forward
     return ticks.outside + ticks.copied + max(of_backward, of_loss)
+
+
+def _split_in_turn(ticks: Ticks) -> float:
+    """With FORWARD, BACKWARD and WEIGHT in one body, beside `tensor`. WEIGHT frees factors as it
+    reads them."""
+    most = 0.0
+    for turn in _turns(ticks):
+        freed = FREED * ticks.factors if turn.backwards > 1 else 0.0
+        most = max(most, _written(ticks, turn) - freed)
+    gathers = ticks.gathers_where_used
+    around = ticks.outside + gathers * (ticks.copied + ticks.fp32_of_layer)
+    of_tick = (_otherwise(ticks) + ticks.factors) if gathers else _in_turn(ticks)
+    return max(around + most, of_tick)
+
+
+# ------------------------------------------------------------------ GPUs that gather once a step
+
+
+def _gathered_once(ticks: Ticks) -> float:
+    """Of the gathered weights XLA:GPU has another layout, too. The gradient of a head that is not
+    tied is whole, of several chunks in three arrays."""
+    around = ticks.outside + ticks.gathered_for_step
+    heads = 1 if utilization.loss_chunks(ticks.run) == 1 else 3
+    around += heads * GRADIENT_BYTES * ticks.whole_head
+    most = ticks.of_loss + ticks.saved_by_forward
+    for turn in _turns(ticks):
+        of_backward = ticks.layer(0) + ticks.of_periods
+        of_backward += (turn.backwards if ticks.keeps_input else turn.forwards) * ticks.saved
+        of_loss = ticks.of_loss + turn.forwards * ticks.saved_by_forward
+        most = max(most, _written(ticks, turn) + max(of_backward, turn.has_head * of_loss))
+    return around + most
 
 
 # ------------------------------------------------------------------------ ticks that are in no loop
@@ -266,7 +309,7 @@ def _made_early(ticks: Ticks, at: int, kind: int) -> int:
     Where XLA gathers ahead that is also the last turn of a loop. But a loop of one tick, as the
     BACKWARDs at the end of 1F1B in four stages, makes none as early as in a loop before it.
     """
-    found, ahead = 0, ticks.gathers_ahead
+    found, ahead = 0, ticks.exchanges_ahead
     in_loop = ticks.program.loops[at][2] > WRITTEN_OUT
     for place, (first, length, times) in enumerate(ticks.program.loops[at:]):
         body = ticks.program.table.kind[first : first + length]
@@ -278,6 +321,17 @@ def _made_early(ticks: Ticks, at: int, kind: int) -> int:
         elif length > 1 or not in_loop:
             found += in_body * ahead
     return found
+
+
+def _made_again(ticks: Ticks, turn: _Turn) -> int:
+    """Microbatches whose activations are made again at a time, with `part`: of two BACKWARDs in no
+    loop, or of one in a loop and those; of few layers also where more BACKWARDs follow, as at the
+    end of 1F1B in four stages."""
+    if ticks.splits_backward or ticks.chunks_per_stage > 1:
+        return turn.backwards
+    alone = ticks.program.loops[-1]
+    follow = alone[1] == 1 and alone[2] > WRITTEN_OUT
+    return 3 if follow and ticks.layers <= 2 * WRITTEN_OUT else 2
 
 
 def _written(ticks: Ticks, turn: _Turn) -> float:
@@ -293,6 +347,9 @@ def _written(ticks: Ticks, turn: _Turn) -> float:
 # What counts which pipelines: the first that takes them. GPUs from the second row on.
 PROGRAMS: tuple[tuple[Callable[[Ticks], bool], Callable[[Ticks], float]], ...] = (
     (lambda ticks: not ticks.on_gpu, _on_tpu),
+    # Over `tensor`: zb_1f1b.
+    (lambda ticks: (ticks.one_tick_at_a_time or ticks.gathers_where_used) and ticks.joined
+     and ticks.splits_backward, _split_in_turn),
     # Whole parameters over `tensor`; gpipe of one device a stage.
     (lambda ticks: ticks.one_tick_at_a_time, _in_turn),
     # Parameters split over `fsdp`: gpipe, 1f1b, interleaved_1f1b, zb_1f1b.
@@ -301,6 +358,8 @@ PROGRAMS: tuple[tuple[Callable[[Ticks], bool], Callable[[Ticks], float]], ...] =
     (lambda ticks: ticks.loops_ahead, _ahead),
     # Over `fsdp` and `tensor`: gpipe.
     (lambda ticks: ticks.gathers_where_used and ticks.one_kind_a_loop, _gpipe_in_turn),
+    (lambda ticks: ticks.gathers_once and ticks.exchanges_ahead
+     and not (ticks.program.table.mixes_kinds or ticks.program.table.periodic), _gathered_once),
     # Whole parameters: zb_1f1b; 1f1b with gradients in bf16, interleaved_1f1b; chunks of one layer.
     (lambda ticks: ticks.joined_whole and ticks.splits_backward, _whole_and_split),
     (lambda ticks: ticks.joined_whole and ticks.alone and not ticks.program.table.periodic,

@@ -371,11 +371,13 @@ def _casts(sizes: Sizes) -> bool:
 
 
 def _gathered(sizes: Sizes) -> dict[str, float]:
-    """With gather="step" the weights of all products, and whole gradients of the head."""
+    """With gather="step" the weights of all products, and whole gradients of the head; but a tied
+    head is a table of lookups, which stays split."""
     if sizes.run.sharding.gather != "step":
         return {}
-    products = (*sizes.weights, sizes.head)
-    heads = 1 if sizes.several else WHOLE_HEADS
+    tied = sizes.run.model.tied_head
+    products = sizes.weights if tied else (*sizes.weights, sizes.head)
+    heads = 0 if tied else 1 if sizes.several else WHOLE_HEADS
     return {
         "gathered weights": sum(
             sizes.gathered_bytes(leaf) * sizes.whole(leaf) for leaf in products

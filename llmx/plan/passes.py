@@ -10,6 +10,7 @@ import functools
 import jax
 
 from llmx.config import Config, utilization
+from llmx.config.axes import WRITTEN_OUT
 from llmx.model import remat_costs
 from llmx.pipeline import executor, ticks
 from llmx.pipeline.schedule import BACKWARD, FORWARD, WEIGHT, Table
@@ -54,11 +55,13 @@ def of(run: Config) -> Passes:
     # A loop over one layer is written out; with one chunk of each stage all passes read the same
     # weights, and where nothing is run again those of the backward pass are not kept apart.
     alone = max(chunks) == 1 and len(chunks) == run.mesh.stage
-    # Of a lookup of nothing XLA:GPU sees that it is not used where a chunk is one layer; and, as
-    # compiled once, where a stage's chunks take branches.
-    unused = max(chunks) == 1 or (
+    # Of a lookup of nothing XLA:GPU sees that it is not used where a chunk is one layer; as
+    # compiled once, where a stage's chunks take branches; and where weights are gathered once a
+    # step, but for a tied head and a loop over layers.
+    no_loop = max(chunks) <= WRITTEN_OUT or not run.model.tied_head
+    unused = max(chunks) == 1 or (run.sharding.gather == "step" and no_loop) or (
         len(chunks) > run.mesh.stage and remat_costs.branches(run.model, chunks)
-    )
+    )  # fmt: skip
     joined = 0
     if alone and remat_costs.saves_all(run.model, run.remat):
         joined = counts["joined"]

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from llmx.aot import links
 from llmx.config import Config, utilization
-from llmx.config.axes import WRITTEN_OUT, gathers_ahead
+from llmx.config.axes import WRITTEN_OUT, exchanges_ahead, gathers_ahead, gathers_head_ahead
 from llmx.config.state_memory import Leaf, leaves
 from llmx.model import remat, remat_costs
 from llmx.model.attention import ring, split
@@ -83,7 +83,7 @@ def of(
         weight = passes.backward + deferred * (passes.weight - passes.backward)
         passes = dataclasses.replace(passes, weight=weight)
     peeled = on_gpu and gathers_ahead(sizes.run)
-    if peeled:
+    if on_gpu and exchanges_ahead(sizes.run):
         passes = dataclasses.replace(
             passes, sends=passes.sends - passes.unread, lookups=passes.lookups - passes.idle
         )
@@ -256,7 +256,7 @@ def _of_layers(
     own_gathers = turns if on_gpu else 1
     gathered *= times * (1 + (own_gathers - 1) * _kept_whole(run))
     if run.sharding.gather == "step":
-        gathered = layers
+        gathered = sizes.layers_of(leaf) * passes.steps
     yield _message(
         sizes, "weights", "all-gather", sizes.axes_of("embed", "parameters"),
         sizes.gathered_bytes(leaf) * numbers, gathered, leaf.name,
@@ -332,9 +332,11 @@ def _of_head(sizes: Sizes, passes: Passes, leaf: Leaf, on_gpu: bool) -> Iterator
     # the backward pass has no use. XLA:GPU writes out a loop of two turns, and leaves that out. One
     # chunk is still there for the backward pass.
     times = 1 if chunks == 1 else 2 * chunks + 1
-    if chunks == 2 and on_gpu and gathers_ahead(sizes.run):
+    if chunks == 2 and on_gpu and gathers_head_ahead(sizes.run):
         times = 3
-    count = chunks if sizes.run.sharding.gather == "step" else times * passes.heads
+    # A tied head is a table of lookups, which stays split. PipeDream-2BW gathers both versions.
+    once = sizes.run.sharding.gather == "step" and not sizes.run.model.tied_head
+    count = chunks * passes.steps if once else times * passes.heads
     over = sizes.axes_of("embed", "parameters")
     yield _message(sizes, "weights", "all-gather", over, num_bytes, count, leaf.name)
     num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / chunks

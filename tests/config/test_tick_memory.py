@@ -19,6 +19,7 @@ PERIODS = dict(
     model__layer_pattern=("local",) * 2 + ("global",), model__window=32, model__num_layers=12
 )
 OVER_TENSOR = dict(mesh__fsdp=2, mesh__tensor=2, model__num_heads=8, batch__size=16)
+REPLICAS = dict(sharding__layout="zero1", mesh__fsdp=1, mesh__data=2)
 
 
 def ticks_of(on_gpu=True, **keys):
@@ -70,14 +71,18 @@ def test_bytes_are_those_of_shapes():
         (dict(pipeline__schedule="gpipe"), "_gpipe"), (dict(model__num_layers=4), "_two_layers"),
         (dict(model__num_layers=2), "_otherwise"), (dict(pipeline__schedule="zb_h1"), "_otherwise"),
         (dict(pipeline__schedule="pipedream_2bw"), "_otherwise"),
-        (dict(sharding__gather="step"), "_otherwise"),
-        (dict(sharding__gather="step", pipeline__schedule="gpipe"), "_otherwise"),
+        (dict(sharding__gather="step"), "_gathered_once"),
+        (dict(sharding__gather="step", pipeline__schedule="gpipe"), "_gathered_once"),
+        (dict(sharding__gather="step", pipeline__schedule="zb_h1"), "_otherwise"),
         # One microbatch: nothing takes turns, and factors are there all the same.
         (dict(pipeline__schedule="zb_1f1b", batch__accumulation=1), "_ahead"),
         (OVER_TENSOR, "_otherwise"),
         (OVER_TENSOR | dict(pipeline__schedule="gpipe"), "_gpipe_in_turn"),
-        (OVER_TENSOR | dict(pipeline__schedule="zb_1f1b"), "_otherwise"),
-        (OVER_TENSOR | dict(sharding__layout="zero1", mesh__fsdp=1, mesh__data=2), "_in_turn"),
+        (OVER_TENSOR | dict(pipeline__schedule="zb_1f1b"), "_split_in_turn"),
+        (OVER_TENSOR | REPLICAS, "_in_turn"),
+        (OVER_TENSOR | REPLICAS | dict(pipeline__schedule="zb_1f1b"), "_split_in_turn"),
+        (OVER_TENSOR | REPLICAS | dict(pipeline__schedule="zb_h1"), "_in_turn"),
+        (OVER_TENSOR | REPLICAS | dict(pipeline__schedule="pipedream_2bw"), "_in_turn"),
         (WHOLE, "_whole"), (WHOLE | dict(precision="fp32"), "_otherwise"),
         (WHOLE | dict(pipeline__schedule="zb_1f1b"), "_whole_and_split"),
         (WHOLE | dict(pipeline__schedule="zb_h1"), "_otherwise"),
@@ -116,10 +121,15 @@ def test_with_part_a_forward_saves_the_input_of_its_chunk():
 
 
 def test_with_part_a_backward_behind_the_loop_makes_its_own_activations():
-    for schedule, gradients in ("gpipe", 2), ("1f1b", 3):
-        ticks = ticks_of(pipeline__schedule=schedule, remat="part+none")
-        wanted = around(ticks, gradients, gradients) + at_work(ticks)
-        assert tick_memory.of(ticks) == pytest.approx(wanted), schedule
+    four = dict(mesh__stage=4, mesh__fsdp=2, batch__size=16)
+    for keys, gradients, saved in (
+        (dict(pipeline__schedule="gpipe"), 2, 2), (dict(), 3, 2),
+        # Where several BACKWARDs follow, and layers are few, theirs from the start.
+        (four | dict(model__num_layers=16), 2, 3), (four | dict(model__num_layers=20), 2, 2),
+    ):  # fmt: skip
+        ticks = ticks_of(**keys, remat="part+none")
+        wanted = around(ticks, gradients, saved) + at_work(ticks)
+        assert tick_memory.of(ticks) == pytest.approx(wanted), keys
 
 
 def test_two_layers_make_again_what_part_does_not_save():
@@ -142,13 +152,70 @@ def test_gradients_of_layers_that_are_not_deferred_are_those_of_backward():
     assert found[0] == pytest.approx(wanted + at_work(last))
 
 
-def test_weights_that_are_gathered_once_a_step_are_there():
-    step, layer = (ticks_of(sharding__gather=each) for each in ("step", "layer"))
-    weights = by_hand(step)[3] * step.run.model.num_layers / 2
-    assert step.gathered_for_step == pytest.approx(weights, rel=0.01)
-    assert layer.gathered_for_step == 0
-    counted = tick_memory.program_of(step)(step)
-    assert tick_memory.of(step) == counted + step.gathered_for_step > weights
+def test_weights_that_are_gathered_once_a_step_are_there_in_two_layouts():
+    """And a head that is not tied, with its gradient in fp32, whole: of several chunks in three
+    arrays. A tied one stays split."""
+    assert ticks_of(sharding__gather="layer").gathered_for_step == 0
+    for tied, chunks, heads in (True, 1, 0), (False, 1, 1), (False, 2, 3):
+        keys = dict(model__tied_head=tied, loss__chunks=chunks, sharding__gather="step")
+        ticks = ticks_of(**keys)
+        head = 0 if tied else ticks.run.model.padded_vocab / 2 * ticks.run.model.width
+        weights = by_hand(ticks)[3] * ticks.run.model.num_layers / 2 + 2 * head
+        assert ticks.gathered_for_step == pytest.approx(weights, rel=0.01)
+        # The BACKWARDs of a loop's last turn and behind it, and of the loop's own turn.
+        wanted = ticks.outside + 2 * ticks.gathered_for_step + 4 * heads * head
+        wanted += 3 * ticks.gradients + ticks.layer(0) + 2 * ticks.saved
+        assert tick_memory.of(ticks) == pytest.approx(wanted)
+    loss = ticks_of(**keys, pipeline__schedule="gpipe", model__vocab_size=2**17)
+    heads = 12 * loss.run.model.padded_vocab / 2 * loss.run.model.width
+    wanted = loss.outside + 2 * loss.gathered_for_step + heads
+    assert tick_memory.of(loss) == pytest.approx(wanted + loss.of_loss + loss.saved_by_forward)
+
+
+def test_factors_of_backward_and_weight_are_there_beside_tensor():
+    """But for a quarter, which WEIGHT has freed; and the gradients of three WEIGHTs, of which one
+    is in a loop. Whether weights are gathered changes what is copied."""
+    long = dict(pipeline__schedule="zb_1f1b", batch__sequence_length=512)
+    for keys in OVER_TENSOR, OVER_TENSOR | REPLICAS:
+        ticks = ticks_of(**keys, **long)
+        wanted = ticks.outside + 1.75 * ticks.factors + 3 * ticks.gradients
+        wanted += ticks.copied if ticks.gathers_where_used else 0
+        assert tick_memory.of(ticks) == pytest.approx(wanted)
+    # In four stages as many BACKWARDs as WEIGHTs are in one turn, and none behind it.
+    four = dict(mesh__stage=4, mesh__data=1, batch__size=8, model__num_layers=16)
+    ticks = ticks_of(**OVER_TENSOR | REPLICAS | long | four)
+    wanted = ticks.outside + ticks.factors + 2 * ticks.gradients
+    assert tick_memory.of(ticks) == pytest.approx(wanted)
+
+
+def test_a_body_has_two_turns_of_a_loop_with_two_backwards():
+    """Without gathers, where BACKWARDs in no loop are few: of four stages none."""
+    four = dict(mesh__stage=4, mesh__data=2, mesh__fsdp=1, sharding__layout="zero1", batch__size=16)
+    keys = four | dict(pipeline__schedule="zb_1f1b", model__num_layers=16)
+    ticks = ticks_of(**keys)
+    wanted = ticks.outside + 2 * ticks.factors + 2 * ticks.gradients + ticks.saved
+    assert tick_memory.of(ticks) == pytest.approx(wanted + ticks.layer(1, 7))
+    # Of layers that are not deferred a gradient more: here of five of eight.
+    some = tick_arrays.of(ticks_of(**keys | dict(model__num_layers=32)).run, 3, on_gpu=True)
+    of_gradients = (2 * 3 / 8 + 2 * 5 / 8) * some.gradients
+    wanted = some.outside + 2 * some.factors + of_gradients + some.saved + some.layer(1, 7)
+    assert tick_memory.of(some) == pytest.approx(wanted)
+    # With `part` what two BACKWARDs make again.
+    part = ticks_of(**keys, remat="part+none")
+    assert tick_memory.of(part) - tick_memory.of(ticks) == pytest.approx(
+        2 * part.saved + part.saved_by_forward - ticks.saved
+    )
+
+
+def test_an_fp32_gradient_is_copied_where_a_stage_has_one_chunk():
+    for schedule, chunks in ("1f1b", 1), ("interleaved_1f1b", 2):
+        keys = OVER_TENSOR | dict(pipeline__schedule=schedule, model__num_layers=16)
+        narrow, wide = (ticks_of(**keys, precision=p) for p in ("bf16", "bf16_fp32_reduce"))
+        copied = wide.of_fp32_gradients * (chunks == 1)
+        more = tick_memory.of(wide) - tick_memory.of(narrow)
+        assert more == pytest.approx(
+            wide.gradients - narrow.gradients + copied + wide.outside - narrow.outside
+        )
 
 
 def around(ticks, gradients=0, saved=0):

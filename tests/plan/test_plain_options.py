@@ -464,7 +464,9 @@ def test_of_layers_with_part_a_forward_saves_the_input_of_its_chunk_alone():
                 tick_arrays.kept(run, inside, (layers // 2,) * 2)
                 for inside in (text.partition("+")[2], "full")
             )
-            assert of[text] - of["part"] == pytest.approx(saved - inputs, rel=1e-6)
+            # Of several layers a second microbatch's are begun.
+            microbatches = 1 if layers == 2 else 2
+            assert of[text] - of["part"] == pytest.approx(microbatches * (saved - inputs))
 
 
 def test_beside_an_interleaved_loss_are_fp32_gradients_of_a_chunk():
@@ -511,16 +513,6 @@ def test_of_several_parts_the_sum_of_the_heads_gradient_is_beside_a_backward():
     more = loss_memory.logits_of_chunk(run) + loss_memory.gradients_of_logits(run)
     more += 4 * held.numbers(head, "parameters")
     assert of["zero1"] - of["zero2"] == pytest.approx(more, rel=1e-9)
-
-
-def test_pipedream_over_tensor_is_not_taken_for_what_was_compiled():
-    """Its ticks are counted as elsewhere: with more of the MLP, and both tables' gradients."""
-    flushed, periodic = (
-        _stages(**OVER_TENSOR, pipeline__schedule=name).working
-        for name in ("1f1b", "pipedream_2bw")
-    )
-    of_mlp = _of_stage(**OVER_TENSOR)[4]
-    assert periodic - flushed > 6 * of_mlp
 
 
 @pytest.mark.parametrize("layout, num_bytes", [("zero3", 4), ("ddp", 2), ("zero2", 2)])
