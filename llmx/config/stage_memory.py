@@ -7,8 +7,7 @@ goes in it depends on the program that XLA makes: `config.tick_memory`.
 import dataclasses
 import math
 
-from llmx.config import Config, state_memory, tick_arrays, tick_memory, utilization
-from llmx.config.state_memory import leaves
+from llmx.config import Config, tick_arrays, tick_memory, utilization
 from llmx.config.tick_arrays import GRADIENT_BYTES, Ticks
 from llmx.model import remat
 
@@ -48,9 +47,8 @@ def of(run: Config, *, deferred_layers: int | None = None, on_gpu: bool = False)
 
 def _of(arrays: Ticks) -> StageMemory:
     run = arrays.run
-    held, policy, program = arrays.held, arrays.policy, arrays.program
-    state = state_memory.of(run)
-    held_gradients = sum(held.numbers(leaf, "gradients") for leaf in leaves(run.model))
+    policy, program = arrays.policy, arrays.program
+    state, held_gradients = arrays.state, arrays.sums_of_gradients
     periodic = program.table.periodic
     in_flight = versions = 0.0
     if periodic:
@@ -106,11 +104,16 @@ def deferred_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = Fal
         return None
     arrays = tick_arrays.of(run, on_gpu=on_gpu)
     limit = run.pipeline.memory_gib * 2**30 or device_bytes * AUTOMATIC
-    held = lambda layers: _of(dataclasses.replace(arrays, deferred=layers)).total  # noqa: E731
-    for layers in range(arrays.layers, 0, -1):
-        if held(layers) <= (limit if layers > 1 else most):
-            return layers
-    rest, of_a_layer = held(0), held(1) - held(0)
+
+    def held(layers: int) -> int:
+        nonlocal arrays
+        arrays = arrays.deferring(layers)
+        return _of(arrays).total
+
+    if (one := held(1)) <= most:
+        return next((n for n in range(arrays.layers, 1, -1) if held(n) <= limit), 1)
+    rest = held(0)
+    of_a_layer = one - rest
     remedies = ["more stages or devices"]
     if rest <= most:
         remedies.insert(0, "1f1b")

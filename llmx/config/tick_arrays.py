@@ -10,7 +10,7 @@ import functools
 import math
 
 from llmx import sharding
-from llmx.config import Config, loss_memory, utilization
+from llmx.config import Config, loss_memory, state_memory, utilization
 from llmx.config.axes import (
     WRITTEN_OUT,
     exchanges_ahead,
@@ -42,9 +42,28 @@ class Ticks:
     deferred: int  # layers of each chunk whose weight gradients WEIGHT makes
     on_gpu: bool
 
+    def deferring(self, layers: int) -> "Ticks":
+        """The same with so many layers deferred: what is counted and does not depend on them is not
+        counted again."""
+        other = dataclasses.replace(self, deferred=layers)
+        vars(other).update(vars(self) | {"deferred": layers})
+        return other
+
+    # What is cached does not depend on `deferred`.
+
     @functools.cached_property
     def held(self) -> Held:
         return Held(self.run)
+
+    @functools.cached_property
+    def state(self) -> dict[str, float]:
+        """Bytes that live from step to step."""
+        return state_memory.of(self.run)
+
+    @functools.cached_property
+    def sums_of_gradients(self) -> float:
+        """Numbers of those of one step."""
+        return sum(self.held.numbers(leaf, "gradients") for leaf in leaves(self.run.model))
 
     @functools.cached_property
     def chunks(self) -> tuple[int, ...]:
@@ -94,6 +113,20 @@ class Ticks:
         return self.program.table.splits_backward
 
     @property
+    def mixes_kinds(self) -> bool:
+        """Whether ticks take branches."""
+        return self.program.table.mixes_kinds
+
+    @property
+    def periodic(self) -> bool:
+        """Whether a step has two versions of the weights, as in PipeDream-2BW."""
+        return self.program.table.periodic
+
+    @property
+    def splits_parameters(self) -> bool:
+        return splits_parameters(self.run)
+
+    @property
     def gathers_ahead(self) -> bool:
         return self.on_gpu and gathers_ahead(self.run)
 
@@ -104,7 +137,7 @@ class Ticks:
     @property
     def gathers_once(self) -> bool:
         """Whether weights are gathered once a step."""
-        return self.run.sharding.gather == "step" and splits_parameters(self.run)
+        return self.run.sharding.gather == "step" and self.splits_parameters
 
     @property
     def one_kind_a_loop(self) -> bool:
@@ -116,9 +149,14 @@ class Ticks:
     def one_tick_at_a_time(self) -> bool:
         """Whether XLA:GPU begins no tick early: where stages gather no weights, and blocks exchange
         activations over `tensor`; or each is one device, in loops of one kind."""
-        if not self.on_gpu or splits_parameters(self.run):
+        if not self.on_gpu or self.splits_parameters:
             return False
-        return self.run.mesh.tensor > 1 or (self.one_kind_a_loop and not self.splits_tokens)
+        return self.over_tensor or (self.one_kind_a_loop and not self.splits_tokens)
+
+    @property
+    def over_tensor(self) -> bool:
+        """Whether blocks exchange activations over `tensor`, on GPUs."""
+        return self.on_gpu and self.run.mesh.tensor > 1
 
     @property
     def loops_ahead(self) -> bool:
@@ -143,7 +181,7 @@ class Ticks:
     @property
     def gathers_where_used(self) -> bool:
         """Whether GPUs gather a layer's weights where they are used, as beside `tensor`."""
-        in_layers = self.run.sharding.gather == "layer" and splits_parameters(self.run)
+        in_layers = self.run.sharding.gather == "layer" and self.splits_parameters
         return self.on_gpu and in_layers and not self.gathers_ahead
 
     @property
@@ -154,7 +192,7 @@ class Ticks:
     @property
     def joined_whole(self) -> bool:
         """Whether bodies of several ticks have whole parameters, on GPUs."""
-        return self.on_gpu and self.joined and not splits_parameters(self.run)
+        return self.on_gpu and self.joined and not self.splits_parameters
 
     @property
     def alone(self) -> bool:
@@ -196,7 +234,7 @@ class Ticks:
     def stores_factors_once(self) -> bool:
         """Whether XLA:GPU sees that several products have one input: where no branch is between,
         of ticks or of layers of several kinds."""
-        one_body = self.on_gpu and self.joined and not self.program.table.mixes_kinds
+        one_body = self.on_gpu and self.joined and not self.mixes_kinds
         return one_body and not self.several_kinds
 
     @property
@@ -245,12 +283,12 @@ class Ticks:
         a body has two, and begins the second early."""
         tables = (leaf for leaf in leaves(self.run.model) if not leaf.in_blocks)
         found = GRADIENT_BYTES * sum(self.held.numbers(leaf, "gradients") for leaf in tables)
-        if self.on_gpu and not splits_parameters(self.run):
+        if self.on_gpu and not self.splits_parameters:
             found += self.table_gradient("embedding")
             found -= self.table_gradient("embedding", "gradients")
-        if self.gathers_ahead and self.program.table.mixes_kinds:
+        if self.gathers_ahead and self.mixes_kinds:
             return found + self.tied
-        in_loops = self.joined_whole and not self.program.table.periodic and self.layers > 1
+        in_loops = self.joined_whole and not self.periodic and self.layers > 1
         if not in_loops or self.chunks_per_stage > 1:
             return found
         if self.layers > WRITTEN_OUT and self.several_kinds and self.ways("gradients") == 1:
@@ -293,7 +331,7 @@ class Ticks:
     def selected_factors(self) -> float:
         """`factors` before they are in a slot. As it selects what a branch returns, XLA:GPU has
         more than half of it twice, in chunks of several layers that gather no weights."""
-        twice = self.on_gpu and self.layers > 1 and not splits_parameters(self.run)
+        twice = self.on_gpu and self.layers > 1 and not self.splits_parameters
         return self.factors * (1 + SELECTED_FACTORS if twice else 1)
 
     def table_gradient(self, name: str, split: str = "parameters") -> float:

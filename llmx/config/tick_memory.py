@@ -51,7 +51,7 @@ def _loss(ticks: Ticks) -> float:
     if not ticks.joined:
         return found
     saves = not alone or remat.inside(ticks.run.remat) == "none"
-    if ticks.on_gpu and saves and not ticks.program.table.periodic:
+    if ticks.on_gpu and saves and not ticks.periodic:
         found += ticks.more_of_mlp
     if alone and saves and ticks.ways("parameters") > 1:
         found += ticks.gathered(1, "/mlp/")
@@ -73,7 +73,7 @@ def _or_in_branch(
 ) -> float:
     """A BACKWARD, or, where ticks take branches and if that is more, what a branch returns: it is
     beside the slots, once the other layers are differentiated."""
-    if not ticks.program.table.mixes_kinds:
+    if not ticks.mixes_kinds:
         return found
     rest = ticks.backward(weights, ticks.deferred_share, of_mlp)
     return max(found, ticks.selected_factors + rest)
@@ -91,30 +91,16 @@ def _on_tpu(ticks: Ticks) -> float:
     return max(_one_backward(ticks, 1), _loss(ticks))
 
 
-def _otherwise(ticks: Ticks) -> float:
-    """On GPUs: with branches (`zb_h1`, `zb_v`, `dual_pipe_v`), with whole parameters and gradients
-    in fp32, with one layer in each chunk, PipeDream-2BW with gathers, and beside `tensor`."""
-    several = ticks.layers > 1
-    working = _one_backward(ticks, 2) + ticks.more_of_mlp
-    if ticks.joined_whole and several and ticks.saves_all and ticks.ways("gradients") == 1:
-        working += _part_of_loss(ticks)
-    of_loss = _loss(ticks)
-    if ticks.gathers_ahead and ticks.heads_unrolled:
-        # Two FORWARDs at a time, one with its logits.
-        of_loss += 2 * ticks.saved_by_forward + ticks.more_of_mlp
-    if ticks.joined_whole and several:
-        working += ticks.begun_again - (ticks.keeps_input * ticks.gradients)
-    one_chunk = several and ticks.chunks_per_stage == 1
+def _otherwise(ticks: Ticks, of_backward: float = 0.0, of_loss: float = 0.0) -> float:
+    """On GPUs: a BACKWARD with the weights of two layers and more of the MLP, and copies. So are
+    ticks with branches (`zb_h1`, `zb_v`, `dual_pipe_v`), of which the WEIGHTs are what is copied
+    for; and joined ones over `fsdp` and `tensor`. `of_backward`, `of_loss`: beside these."""
+    working = _one_backward(ticks, 2) + ticks.more_of_mlp + of_backward
+    one_chunk = ticks.layers > 1 and ticks.chunks_per_stage == 1
     copied = ticks.copied + (ticks.of_fp32_gradients if one_chunk else 0.0)
-    if ticks.program.table.mixes_kinds:  # WEIGHT's alone
+    if ticks.mixes_kinds:
         copied *= ticks.deferred_share
-    found = max(working, of_loss) + copied
-    if ticks.gathers_ahead and ticks.joined and several:
-        # XLA:GPU begins the next body's ticks, and so has a microbatch's saved activations twice,
-        # and those that come from slots once more, in another layout.
-        from_slots = ticks.saves_more_than_inputs and not ticks.keeps_input
-        found += (1 + from_slots) * ticks.saved
-    return found
+    return max(working, _loss(ticks) + of_loss) + copied
 
 
 # ------------------------------------------------------------------ GPUs that gather no weights
@@ -127,8 +113,7 @@ def _in_turn(ticks: Ticks) -> float:
     working = ticks.backward(1, of_mlp=OF_MLP_IN_TURN)
     working = _or_in_branch(ticks, working, 1, OF_MLP_IN_TURN)
     working += (lookups := ticks.table_gradient("embedding"))
-    periodic = ticks.program.table.periodic
-    if several and (ticks.splits_backward or ticks.splits_tokens) and not periodic:
+    if several and (ticks.splits_backward or ticks.splits_tokens) and not ticks.periodic:
         working += ticks.of_fp32_gradients
     of_loss = ticks.of_loss
     if ticks.joined:
@@ -151,6 +136,23 @@ def _whole(ticks: Ticks) -> float:
     elif run.model.tied_head and utilization.loss_chunks(run) == 1:
         found += loss_memory.gradients_of_logits(run)
     return max(found, _interleaved_loss(ticks))
+
+
+def _whole_fp32(ticks: Ticks) -> float:
+    """The same with gradients in fp32, as their sums are: the sums are copied, and so it is not
+    there twice."""
+    of_backward = 0.0
+    if ticks.saves_all and ticks.ways("gradients") == 1:
+        of_backward += _part_of_loss(ticks)
+    if ticks.keeps_input:
+        of_backward += ticks.begun_again - ticks.gradients
+    return _otherwise(ticks, of_backward)
+
+
+def _gpipe_whole(ticks: Ticks) -> float:
+    """With `part`, what the two turns in a loop's body make again."""
+    again = ticks.layers > 1 and ticks.keeps_input
+    return _otherwise(ticks, again * ticks.saved)
 
 
 def _of_one_layer(ticks: Ticks) -> float:
@@ -205,6 +207,18 @@ def _two_layers(ticks: Ticks) -> float:
     of_loss += ticks.heads_unrolled * ticks.more_of_mlp
     made_again = ticks.saved if ticks.keeps_input else 0.0
     return around + max(ticks.layer_ahead + made_again, of_loss)
+
+
+def _one_layer_or_periodic(ticks: Ticks) -> float:
+    """Chunks of one layer, and PipeDream-2BW. XLA:GPU begins the next body's ticks, and so has a
+    microbatch's saved activations twice, and those that come from slots once more, in another
+    layout. Where two FORWARDs are written out, one has its logits."""
+    of_loss = 2 * ticks.saved_by_forward + ticks.more_of_mlp
+    found = _otherwise(ticks, of_loss=ticks.heads_unrolled * of_loss)
+    if ticks.joined and ticks.layers > 1:
+        from_slots = ticks.saves_more_than_inputs and not ticks.keeps_input
+        found += (1 + from_slots) * ticks.saved
+    return found
 
 
 def _gpipe(ticks: Ticks) -> float:
@@ -348,23 +362,27 @@ def _written(ticks: Ticks, turn: _Turn) -> float:
 PROGRAMS: tuple[tuple[Callable[[Ticks], bool], Callable[[Ticks], float]], ...] = (
     (lambda ticks: not ticks.on_gpu, _on_tpu),
     # Over `tensor`: zb_1f1b.
-    (lambda ticks: (ticks.one_tick_at_a_time or ticks.gathers_where_used) and ticks.joined
-     and ticks.splits_backward, _split_in_turn),
+    (lambda ticks: ticks.over_tensor and ticks.joined and ticks.splits_backward, _split_in_turn),
     # Whole parameters over `tensor`; gpipe of one device a stage.
     (lambda ticks: ticks.one_tick_at_a_time, _in_turn),
     # Parameters split over `fsdp`: gpipe, 1f1b, interleaved_1f1b, zb_1f1b.
     (lambda ticks: ticks.loops_ahead and ticks.layers_unrolled, _two_layers),
     (lambda ticks: ticks.loops_ahead and ticks.one_kind_a_loop, _gpipe),
     (lambda ticks: ticks.loops_ahead, _ahead),
+    # And pipedream_2bw; chunks of one layer.
+    (lambda ticks: ticks.gathers_ahead and not ticks.mixes_kinds, _one_layer_or_periodic),
     # Over `fsdp` and `tensor`: gpipe.
     (lambda ticks: ticks.gathers_where_used and ticks.one_kind_a_loop, _gpipe_in_turn),
     (lambda ticks: ticks.gathers_once and ticks.exchanges_ahead
-     and not (ticks.program.table.mixes_kinds or ticks.program.table.periodic), _gathered_once),
-    # Whole parameters: zb_1f1b; 1f1b with gradients in bf16, interleaved_1f1b; chunks of one layer.
+     and not (ticks.mixes_kinds or ticks.periodic), _gathered_once),
+    # Whole parameters: zb_1f1b; chunks of one layer; 1f1b with gradients in bf16,
+    # interleaved_1f1b; 1f1b with gradients in fp32; gpipe.
     (lambda ticks: ticks.joined_whole and ticks.splits_backward, _whole_and_split),
-    (lambda ticks: ticks.joined_whole and ticks.alone and not ticks.program.table.periodic,
-     _of_one_layer),
+    (lambda ticks: ticks.joined_whole and ticks.alone and not ticks.periodic, _of_one_layer),
     (lambda ticks: ticks.joined_whole and not ticks.alone
      and (ticks.rounds_gradients or ticks.chunks_per_stage > 1), _whole),
+    (lambda ticks: ticks.joined_whole and not ticks.alone, _whole_fp32),
+    (lambda ticks: ticks.one_kind_a_loop and not ticks.splits_parameters, _gpipe_whole),
+    # Ticks with branches, and others.
     (lambda ticks: True, _otherwise),
 )  # fmt: skip

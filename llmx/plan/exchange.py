@@ -39,12 +39,17 @@ def state(run: Config) -> dict[str, float]:
 _KIND = jax.sharding.AbstractDevice("", None, "gpu")
 
 
-def on(sizes: Sizes, topology: Topology, *, phase: str = "") -> list[Message]:
-    """All messages of a step of a resolved run on a machine."""
+def on(
+    sizes: Sizes, topology: Topology, *, phase: str = "", deferred: float | None = None
+) -> list[Message]:
+    """All messages of a step of a resolved run on a machine. `deferred`: of `deferred_on`, if it is
+    known."""
+    if deferred is None:
+        deferred = deferred_on(sizes.run, topology)
     of_slice = topology.num_devices // topology.num_slices
     return messages(
         sizes, turns=recipe.turns_of(sizes.run, topology.device_kind), 
-        on_gpu=topology.platform == "gpu", phase=phase, deferred=deferred_on(sizes.run, topology),
+        on_gpu=topology.platform == "gpu", phase=phase, deferred=deferred,
         exchanges=sharding.exchanges(topology.device_kind, topology.num_devices),
         summed=of_slice if scatter.is_summed(topology.device_kind, topology.num_devices) else 0,
     )  # fmt: skip

@@ -120,11 +120,9 @@ class Routes:
         return group[: message.size]  # neighbours along an axis, where it is not all
 
     def _inside(self, message: Message) -> float:
-        """Seconds on the links of one slice, or of the hosts."""
-        if not isinstance(self._links, links.Torus):
-            return self._route(message, message.bytes).duration()
+        """Seconds on the links of one slice, or of the hosts: they grow as the bytes do."""
         key = message.kind, message.axes, message.size
-        if key not in self._of_a_byte:  # on a torus the time of the bytes grows as they do
+        if key not in self._of_a_byte:
             self._of_a_byte[key] = self._route(message, 1.0)
         route = self._of_a_byte[key]
         return route.latency + max(route.seconds.values(), default=0.0) * message.bytes
@@ -150,7 +148,8 @@ class Routes:
         leaves = self._leaves_host(self._members(message))
         return "between hosts" if leaves else "inside a host"
 
-    def _leaves_host(self, group: Sequence[int]) -> bool:
+    @functools.cache  # noqa: B019 - lives as long as the mesh
+    def _leaves_host(self, group: tuple[int, ...]) -> bool:
         return self.machine.on_gpu and len(np.unique(self._links.hosts[list(group)])) > 1
 
     def _unknown(self, message: Message) -> str:

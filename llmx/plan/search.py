@@ -21,7 +21,7 @@ from llmx import sharding
 from llmx.config import Config
 from llmx.plan import memory as memory_lib
 from llmx.plan import sizes, step_time
-from llmx.plan.candidates import Candidate, Group, Space, of_run
+from llmx.plan.candidates import Candidate, Group, Placement, Space, of_run
 from llmx.plan.machines import Machine
 
 ADMITTED = 0.95  # of a device's memory: what is counted has to leave room for what it misses
@@ -47,7 +47,7 @@ class Bounds(Protocol):
 
     def seconds(self, group: Group, text: str) -> float: ...
 
-    def bytes(self, group: Group, text: str) -> float: ...
+    def bytes(self, group: Group, text: str, placement: Placement | None = None) -> float: ...
 
 
 def held(run: Config, machine: Machine) -> int | None:
@@ -164,6 +164,11 @@ class Search:
         return self.space.run(candidate)
 
 
+def _splits_most(place: Placement) -> bool:
+    """Whether the state is split over all devices."""
+    return (place.layout, place.gather, place.data) == ("zero3", "layer", 1)
+
+
 class _Walk:
     """One pass over the groups of a search."""
 
@@ -189,10 +194,11 @@ class _Walk:
             for candidate in search.space.all():
                 self._count(candidate)
             return
-        numbers = itertools.count()
+        numbers, groups = itertools.count(), list(search.space.groups())
+        for group in groups:
+            self._count_plain(group)
         heap: list[tuple[float, int, Group, str]] = [
-            (search.bounds.seconds_of_group(group), next(numbers), group, "")
-            for group in search.space.groups()
+            (search.bounds.seconds_of_group(group), next(numbers), group, "") for group in groups
         ]
         heapq.heapify(heap)
         done = 0
@@ -207,8 +213,8 @@ class _Walk:
             done += 1
             least = search.bounds.bytes(group, text)
             if least * _ROUNDING <= self.limit:
-                self._count_group(group, text)
-            elif not self.fitting:
+                least = self._count_group(group, text)
+            if least * _ROUNDING > self.limit and not self.fitting:
                 self._skipped.append((least, next(numbers), group, text))
             if done % 16 == 0:
                 self._tell(bound)
@@ -233,24 +239,51 @@ class _Walk:
         """Seconds that a candidate may take to be among the best."""
         return -self._best[0] if len(self._best) == self.keep else float("inf")
 
-    def _count_group(self, group: Group, text: str, *, rough: bool = False) -> None:
-        """All places of the state; none where the one that splits most is too large. But on GPUs
-        whole parameters may take less, as gathers take copies of what is saved: with `rough` they
-        are left out there too."""
-        others = lambda place: (place.layout, place.gather, place.data) != ("zero3", "layer", 1)  # noqa: E731
-        for placement in sorted(self.search.space.placements(group), key=others):
-            size = self._count(self.search.space.candidate(group, placement, text))
+    def _count_plain(self, group: Group) -> None:
+        """Before all others the plainest: no stages, the state split over all devices, and one or
+        as many devices along `tensor` as along `sequence`. So a search that ends early is never
+        behind them."""
+        search = self.search
+        if group.stage > 1 or group.tensor != group.sequence:
+            return
+        for placement in filter(_splits_most, search.space.placements(group)):
+            for text in sorted(
+                search.space.remats_of(group), key=lambda text: search.bounds.seconds(group, text)
+            ):
+                least = search.bounds.bytes(group, text, placement)
+                if least * _ROUNDING > self.limit:
+                    continue
+                size = self._count(search.space.candidate(group, placement, text))
+                if size is not None and size <= self.limit:
+                    return
+
+    def _count_group(self, group: Group, text: str, *, rough: bool = False) -> float:
+        """All places of the state that may fit; none where the one that splits most is too large.
+        But on GPUs whole parameters may take less, as gathers take copies of what is saved: with
+        `rough`, where nothing may fit, they are left out there too. Returns the least bytes that
+        any can take."""
+        search, found = self.search, math.inf
+        others = lambda place: not _splits_most(place)  # noqa: E731
+        for placement in sorted(search.space.placements(group), key=others):
+            least = search.bounds.bytes(group, text, placement)
+            found = min(found, least)
+            if least * _ROUNDING > self.limit and not rough:
+                continue
+            size = self._count(search.space.candidate(group, placement, text))
             too_large = size is not None and size > self.limit and not others(placement)
-            if too_large and (rough or not self.search.machine.on_gpu):
-                return
+            if too_large and (rough or not search.machine.on_gpu):
+                break
+        return found
 
     def _count(self, candidate: Candidate) -> int | None:
         """Bytes of a device; None where a check refuses it."""
         size = self.search.bytes_of(candidate)
-        if size is None or candidate in self._seen:
+        if candidate in self._seen:
             return size
         self._seen.add(candidate)
         self.counted += 1
+        if size is None:
+            return None
         if size > self.limit:
             more = len(self.too_large) < MOST_TOO_LARGE
             if more and self.search.placed(candidate, self.limit):

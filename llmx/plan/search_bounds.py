@@ -7,8 +7,8 @@ can be for the group:
     seconds    the operators of layers, where the state is split over all devices, and the head's
                products at the peak; a pipeline's ticks until its last stage begins, or ends; what
                the core waits for over `tensor` and `sequence`
-    bytes      the state, were it split over all devices; what layers save of a microbatch, or of
-               as many as a pipeline has in flight
+    bytes      the state, were it split over all devices, or where it is placed; what layers save
+               of a microbatch, or of as many as a pipeline has in flight
 """
 
 import dataclasses
@@ -19,9 +19,18 @@ from typing import NamedTuple
 from llmx.aot import links
 from llmx.config import Config, recipe, utilization
 from llmx.model import costs, remat_costs
-from llmx.plan import candidates, memory, operators, routes, sizes, step_time, traffic
+from llmx.plan import (
+    candidates,
+    gradient_memory,
+    memory,
+    operators,
+    routes,
+    sizes,
+    step_time,
+    traffic,
+)
 from llmx.plan import passes as passes_lib
-from llmx.plan.candidates import Candidate, Group, Space
+from llmx.plan.candidates import Candidate, Group, Placement, Space
 from llmx.plan.machines import Machine
 from llmx.plan.operators import BACKWARD, FORWARD, LOSS
 from llmx.step import moments, optimizers
@@ -73,15 +82,39 @@ class Bounds:
         rest = group.accumulation * (one.waits + one.loss) / group.stage
         return num * (ticks * work + (group.stage - 1) * filling) + rest
 
-    def bytes(self, group: Group, text: str) -> float:
-        """Of a device with a rule of `remat`."""
+    def bytes(self, group: Group, text: str, placement: Placement | None = None) -> float:
+        """Of a device with a rule of `remat`; `placement`: None = wherever the state is."""
+        if placement is not None:
+            state = self._placed(group._replace(ulysses=1), placement)
+        else:
+            state = self._state if group.stage == 1 else self._state_of_stages
+        return state + self._saved(group, text)
+
+    def _saved(self, group: Group, text: str) -> float:
+        """Bytes of what layers save, of all microbatches in flight."""
         if group.stage == 1:
-            return self._state + self._layer(group, text).saved
+            return self._layer(group, text).saved
         run, chunks = self.space.base, group.layers or self._chunks(group)
         tokens = run.batch.size / group.replicas / group.accumulation * run.batch.sequence_length
         tokens /= group.sequence * (group.tensor if run.sharding.sequence_parallel else 1)
         kept = self._saved_of_chunk(text, chunks) * tokens
-        return self._state_of_stages + kept * least_in_flight(group)
+        return kept * least_in_flight(group)
+
+    @functools.cache  # noqa: B019 - lives as long as the search
+    def _placed(self, group: Group, placement: Placement) -> float:
+        """Bytes of the state where it is placed, of sums of gradients over microbatches, and of
+        weights that are gathered once a step."""
+        one = sizes.of(candidates.changed(
+            self.space.base, self.space.candidate(group, placement, "full")
+        ))  # fmt: skip
+        found = sum(memory.state(one).values())
+        if group.stage > 1:
+            found += memory.FP32 * sum(one.local(leaf, "gradients") for leaf in one.weights)
+        elif one.run.sync.strategy == "mean":
+            found += gradient_memory.buffers(one)["sums of gradients"]
+        if placement.gather == "step":
+            found += sum(one.gathered_bytes(leaf) * one.whole(leaf) for leaf in one.weights)
+        return found
 
     @functools.cached_property
     def _peak(self) -> float:

@@ -134,11 +134,12 @@ def of(run: Config, machine: Machine) -> StepTime:
     """Of a resolved run."""
     counted, overlap = sizes.of(run), overlap_of(machine)
     passes = passes_lib.of(run)
-    parts, listed = computed(counted, machine)
+    deferred = exchange.deferred_on(run, machine.topology)
+    parts, listed = computed(counted, machine, deferred)
     compute = sum(parts.values()) - parts.get(BUBBLE, 0.0)
     turns = recipe.turns_of(run, machine.topology.device_kind)
     links = routes.on(machine, tuple(counted.mesh.items()), tuple(run.mesh.across_slices))
-    listed_messages = exchange.on(counted, machine.topology)
+    listed_messages = exchange.on(counted, machine.topology, deferred=deferred)
     messages = [(one, links.seconds(one) * one.count) for one in listed_messages]
     waits = _Waits(counted, passes, listed, overlap, turns)
     found = waits.of(messages)
@@ -167,14 +168,16 @@ def _beyond(
     return {max(slowest, key=slowest.get): beyond} if beyond > 0 else {}
 
 
-def computed(counted: Sizes, machine: Machine) -> tuple[dict[str, float], list[Operator]]:
+def computed(
+    counted: Sizes, machine: Machine, deferred: float
+) -> tuple[dict[str, float], list[Operator]]:
     """What a device computes and how long a pipeline leaves it idle, in parts; and its operators.
 
-    Seconds, of a step that waits for no message: a bound for `of`.
+    Seconds, of a step that waits for no message: a bound for `of`. `deferred`: the share of layers
+    whose weight gradients are (`exchange.deferred_on`).
     """
     moved = MOVED[machine.topology.platform]
     turns = recipe.turns_of(counted.run, machine.topology.device_kind)
-    deferred = exchange.deferred_on(counted.run, machine.topology)
     listed = operators.of(counted, machine.core, moved, turns=turns)
     listed += slots.of(counted, machine.core, moved, deferred)
     parts = _computed(counted, listed)

@@ -109,9 +109,12 @@ def test_bounds_are_bounds(name, precision, tmp_path):
     checked = 0
     for group in itertools.islice(space.groups(), 0, None, 7):
         for text in space.remats_of(group):
-            for place in space.placements(group)[:2]:
+            for at, place in enumerate(space.placements(group)):
                 candidate = space.candidate(group, place, text)
                 if (held := counted.bytes_of(candidate)) is None:
+                    continue
+                assert bounds.bytes(group, text, place) <= held * (1 + 1e-9), candidate
+                if at > 1:
                     continue
                 option, checked = counted.option(candidate, math.inf), checked + 1
                 assert bounds.seconds_of_group(group) <= option.step * (1 + 1e-9)
@@ -140,6 +143,44 @@ def test_a_search_that_is_cut_short_says_what_is_left():
     assert found[0].bound <= found[0].best.step and found[0].counted < 60
     # All processes of a job find the same.
     assert found[0].best == found[1].best
+
+
+def test_a_search_that_ends_early_is_never_behind_the_plainest():
+    """ZeRO-3 alone, and devices split evenly over `tensor` and `sequence`, with the best remat and
+    microbatches that fit: here where pipelines are looked at first."""
+
+    class Misled(search_bounds.Bounds):
+        def seconds_of_group(self, group):
+            return super().seconds_of_group(group) * (group.stage == 1)
+
+        def seconds(self, group, text):
+            return super().seconds(group, text) * (group.stage == 1)
+
+    machine = machines.parse("h100:2x4")
+    space = _space(_config(batch__size=64), machine)
+    limit = 0.4 * 2**30
+    one = search.Search(space, machine, bounds=Misled(space, machine))
+    early = one.find(limit=limit, most=1)
+    plain = []
+    for group in space.groups():
+        if group.stage > 1 or group.tensor != group.sequence:
+            continue
+        for place, text in itertools.product(space.placements(group), space.remats_of(group)):
+            candidate = space.candidate(group, place, text)
+            splits = (place.layout, place.gather, place.data) == ("zero3", "layer", 1)
+            if splits and (one.bytes_of(candidate) or math.inf) <= limit:
+                plain.append(one.option(candidate, limit))
+    assert {option.candidate.tensor for option in plain} == {1, 2}
+    assert early.best.step <= min(option.step for option in plain)
+    assert early.counted < 60 and early.bound <= early.best.step
+
+
+def test_what_is_refused_is_counted():
+    """Else a search that counts so many takes as long as it will."""
+    machine = machines.parse("h100:1x2")
+    space = _space(_config(), machine)
+    refused = search.Search(space, machine, memory=lambda run, machine: None)
+    assert refused.find().counted == space.count()
 
 
 def test_a_search_that_is_cut_short_says_so_wherever_it_ends(monkeypatch):

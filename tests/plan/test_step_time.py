@@ -104,7 +104,7 @@ def test_a_pipeline_takes_the_ticks_of_its_schedule():
             **keys, pipeline__schedule=name, pipeline__virtual_stages=virtual, mesh__fsdp=4
         )
         counted = sizes.of(run)
-        parts, listed = step_time.computed(counted, H100)
+        parts, listed = step_time.computed(counted, H100, 1.0)
         table = schedules.table_of(run.pipeline, stages=4, microbatches=8)
         layers = 8 // table.num_chunks
         forward, backward = (operators.seconds(listed, of) for of in (FORWARD, BACKWARD))
