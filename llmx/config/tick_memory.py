@@ -166,6 +166,12 @@ def _of_one_layer(ticks: Ticks) -> float:
     return max(found, _interleaved_loss(ticks))
 
 
+def _branches_of_split_gradients(ticks: Ticks) -> float:
+    """Beside the loss what the branches of a tick return: saved activations of a FORWARD, factors
+    and gradients of a BACKWARD, which are a device's share."""
+    return ticks.saved_by_forward + ticks.factors + ticks.gradients + ticks.of_loss
+
+
 def _interleaved_loss(ticks: Ticks) -> float:
     """`_loss`, beside ticks of other chunks of a stage that are begun."""
     found = _loss(ticks)
@@ -383,6 +389,8 @@ PROGRAMS: tuple[tuple[Callable[[Ticks], bool], Callable[[Ticks], float]], ...] =
      and (ticks.rounds_gradients or ticks.chunks_per_stage > 1), _whole),
     (lambda ticks: ticks.joined_whole and not ticks.alone, _whole_fp32),
     (lambda ticks: ticks.one_kind_a_loop and not ticks.splits_parameters, _gpipe_whole),
+    (lambda ticks: ticks.mixes_kinds and not ticks.splits_parameters and not ticks.over_tensor
+     and ticks.ways("gradients") > 1, _branches_of_split_gradients),
     # Ticks with branches, and others.
     (lambda ticks: True, _otherwise),
 )  # fmt: skip

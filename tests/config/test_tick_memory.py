@@ -89,6 +89,8 @@ def test_bytes_are_those_of_shapes():
         (WHOLE, "_whole"), (WHOLE | dict(precision="fp32"), "_whole_fp32"),
         (WHOLE | dict(pipeline__schedule="zb_1f1b"), "_whole_and_split"),
         (WHOLE | dict(pipeline__schedule="zb_h1"), "_otherwise"),
+        (WHOLE | dict(pipeline__schedule="zb_h1", sharding__layout="zero2"),
+         "_branches_of_split_gradients"),
         (WHOLE | dict(pipeline__schedule="pipedream_2bw"), "_whole"),
         (WHOLE | dict(pipeline__schedule="gpipe"), "_gpipe_whole"),
         (WHOLE | dict(mesh__data=1, pipeline__schedule="gpipe"), "_in_turn"),
@@ -227,6 +229,17 @@ def test_without_gathers_part_makes_two_microbatches_again():
         of_full = tick_memory.of(full) - full.saved + wide * 0
         wanted = 2 * few + begun * ticks.more_of_mlp - wide
         assert less - of_full == pytest.approx(wanted)
+
+
+def test_where_gradients_are_split_branches_return_what_is_beside_the_loss():
+    """And nothing of a layer at work."""
+    keys = dict(WHOLE, sharding__layout="zero2", pipeline__schedule="zb_h1")
+    for remat in "full", "part+none":
+        ticks = ticks_of(**keys, remat=remat)
+        wanted = ticks.saved_by_forward + ticks.factors + ticks.gradients + ticks.of_loss
+        assert tick_memory.of(ticks) == pytest.approx(wanted)
+    whole = ticks_of(**keys | dict(sharding__layout="ddp"))
+    assert whole.gradients == pytest.approx(4 * ticks.gradients, rel=0.01)
 
 
 def test_an_fp32_gradient_is_copied_where_a_stage_has_one_chunk():
