@@ -356,10 +356,10 @@ def _made_again(ticks: Ticks, turn: _Turn) -> int:
 
 def _written(ticks: Ticks, turn: _Turn) -> float:
     """Factors, and gradients of a chunk's weights: BACKWARD makes those of the layers that are not
-    deferred. Few layers that are deferred are in no loop, whose results would be made early."""
-    few = ticks.deferred <= WRITTEN_OUT < ticks.layers
+    deferred. One layer that is deferred is in no loop, whose results would be made early."""
+    alone = ticks.deferred == 1 < ticks.layers
     share = ticks.deferred_share if ticks.splits_backward else 0.0
-    weights, backwards = (1, 1) if few else (turn.weights, turn.backwards)
+    weights, backwards = (1, 1) if alone else (turn.weights, turn.backwards)
     of_gradients = share * weights + (1 - share) * turn.backwards
     return of_gradients * ticks.gradients + backwards * ticks.factors
 

@@ -31,6 +31,8 @@ def of(run: Config, topology: Topology, sent: Sequence[Message], step: float) ->
     found = [*_of_head(counted, topology, sent), *_of_attention(counted, topology, sent)]
     if run.mesh.stage > 1:
         found += _of_stages(run, topology)
+    elif run.sharding.gather == "step" and splits_parameters(run) and run.model.tied_head:
+        found.append("weights gathered once a step beside a tied head: memory a sixth more or less")
     if run.model.num_experts and run.model.num_layers < FEW:
         found.append(
             "a mixture of few layers, of which experts are most: memory an eighth more or less, "
@@ -124,12 +126,7 @@ def _of_stages(run: Config, topology: Topology) -> Iterator[str]:
         yield "stages of one layer: memory a tenth more or less, time up to a seventh more"
     if topology.platform == "gpu":
         yield "a pipeline on GPUs: memory a tenth more or less, time a seventh"
-        if remat.keeps_input(run.remat):
-            yield "a pipeline on GPUs with part: memory up to a quarter more"
-        if run.sharding.gather == "step" and splits_parameters(run):
-            yield (
-                "weights of a pipeline on GPUs gathered once a step: memory up to a fifth more, "
-                "bytes up to two thirds more"
-            )
+        if run.pipeline.schedule == "dual_pipe_v":
+            yield "dual_pipe_v on GPUs: memory up to a seventh less"
         if run.pipeline.schedule.startswith("zb") and remat.inside(run.remat) == "none":
             yield "the time of a zero-bubble schedule whose layers save all: a quarter more or less"

@@ -92,7 +92,7 @@ def test_what_is_admitted_fits():
     pipelines = {program.name for program in PIPELINES}
     low = [program.name for program, error in found if error.peak < search.ADMITTED - 1]
     others = [name for name in low if name not in pipelines]
-    assert len(found) >= 540 and len(others) <= 0.07 * (len(found) - len(pipelines)), others
+    assert len(found) >= 610 and len(others) <= 0.07 * (len(found) - len(pipelines)), others
     assert len(low) - len(others) <= 0.1 * len(pipelines), low
 
 
@@ -121,11 +121,11 @@ def test_plain_pipelines():
     """On GPUs."""
     found = [errors(program.name) for program in PIPELINES]
     off = [abs(error.peak) for error in found]
-    assert len(off) >= 148 and np.mean(off) <= 0.03 and max(off) <= 0.13
-    assert sum(of > 0.08 for of in off) <= 4
+    assert len(off) >= 220 and np.mean(off) <= 0.032 and max(off) <= 0.16
+    assert sum(of > 0.08 for of in off) <= 0.06 * len(off)
     assert all(abs(error.state) <= 0.0035 for error in found)
     steps = [abs(error.step) for error in found]
-    assert np.mean(steps) <= 0.1 and max(steps) <= 0.35
+    assert np.mean(steps) <= 0.1 and max(steps) <= 0.37
     assert all(abs(of) <= 0.02 for error in found for of in error.sent.values())
 
 

@@ -425,9 +425,14 @@ def test_what_is_uncertain_is_said():
     assert "a pipeline on GPUs" not in str(said(bubble, V5P))
     saves_all = _run(**zb, remat="none")
     assert "layers save all: a quarter" in str(said(saves_all, H100))
-    for keys, words in (dict(remat="part"), "with part"), (dict(sharding__gather="step"), "once a"):
-        assert words in str(said(_run(**zb | dict(pipeline__schedule="1f1b"), **keys), H100))
-        assert words not in str(said(bubble, H100))
+    deep = dict(batch__accumulation=8, model__num_layers=16)
+    v_shaped = _run(**zb | deep | dict(pipeline__schedule="dual_pipe_v"))
+    assert "dual_pipe_v" in str(said(v_shaped, H100)) and "dual_pipe_v" not in str(
+        said(bubble, H100)
+    )
+    for tied in True, False:
+        once = _run(mesh__fsdp=8, sharding__gather="step", model__tied_head=tied)
+        assert ("beside a tied head" in str(said(once, V5P))) == tied
     experts = dict(model__num_experts=4, model__experts_per_token=2, model__expert_dim=512)
     assert any(
         "a mixture of few layers" in line for line in said(_run(mesh__fsdp=8, **experts), V5P)
@@ -528,3 +533,34 @@ def test_without_a_sequence_axis_ulysses_splits_nothing():
         return step_time.of(run, machines.parse("h100:8")).step
 
     assert times(2) == times(1)
+
+
+def test_what_is_gathered_once_a_step():
+    """All layers of a stage, of PipeDream-2BW in both versions, and a head that is not tied: a tied
+    one is a table of lookups, which stays split."""
+    stages = dict(mesh__stage=2, mesh__fsdp=4, batch__accumulation=4, model__num_layers=8)
+    for keys, times in (
+        (dict(mesh__fsdp=8, model__num_layers=8), 8), (stages, 4),
+        (stages | dict(pipeline__schedule="interleaved_1f1b"), 4),
+        (stages | dict(pipeline__schedule="pipedream_2bw"), 8),
+    ):  # fmt: skip
+        for tied in True, False:
+            run = _run(sharding__gather="step", model__tied_head=tied, loss__chunks=2, **keys)
+            counted = sizes.of(run)
+            count = {
+                name: sum(
+                    one.count for one in exchange.on(counted, H100)
+                    if one.kind == "all-gather" and one.name == name
+                )
+                for name in ("blocks/mlp/up/kernel", counted.head.name)
+            }  # fmt: skip
+            assert count["blocks/mlp/up/kernel"] == times, keys
+            once = 2 * (1 + (run.pipeline.schedule == "pipedream_2bw"))
+            assert count[counted.head.name] == once or tied
+            assert count[counted.head.name] > once or not tied
+    # The last turn of a loop looks nothing up: token ids are gathered ahead all the same.
+    for tied, idle in (True, 0), (False, 1):
+        run = _run(sharding__gather="step", model__tied_head=tied, **stages)
+        sent = [exchange.on(sizes.of(run), machine) for machine in (V5P, H100)]
+        lookups = [sum(m.count for m in of if m.purpose == "lookups and heads") for of in sent]
+        assert lookups[0] - lookups[1] == idle
