@@ -192,7 +192,9 @@ def compare_search() -> None:
         )
         search = search_report.make(config, machine)
         found = search.find(most=search_report.MOST_COUNTED)
-        own = search.own and search.option(candidates.of_run(search.own), 1e99)
+        candidate = search.own and candidates.of_run(search.own)
+        begins = candidate and search.bytes_of(candidate) is not None
+        own = search.option(candidate, math.inf) if begins else None
         beside = [plain_rule(search, rule) for rule in (FSDP, EVEN)]
         steps = ["-" if one is None else f"{one.step:.4g}" for one in (own, *beside)]
         print(

@@ -34,23 +34,31 @@ def splits_parameters(config: Config) -> bool:
     return any(vars(config.mesh)[axis] > 1 for axis in replica_axes(config, "parameters"))
 
 
-def gathers_ahead(config: Config) -> bool:
-    """Whether XLA:GPU gathers weights for the next iteration of a loop, as it does where tokens are
-    not split over `tensor` (`runtime.compiler_options`).
+def gathers_once(config: Config) -> bool:
+    """Whether weights that are split are gathered once a step."""
+    return config.sharding.gather == "step" and splits_parameters(config)
+
+
+def gathers_head_once(config: Config) -> bool:
+    """Whether the head is: a tied one is a table of lookups, which stays split."""
+    return gathers_once(config) and not config.model.tied_head
+
+
+def exchanges_ahead(config: Config) -> bool:
+    """Whether XLA:GPU gathers for the next iteration of a loop, as it does where tokens are not
+    split over `tensor` (`runtime.compiler_options`): in a loop over ticks token ids, at least.
 
     The last iteration then has no loop around it, and sends nothing that no stage stores; a loop of
     two is written out.
     """
+    return splits_parameters(config) and config.mesh.tensor == 1
+
+
+def gathers_ahead(config: Config) -> bool:
+    """Whether XLA:GPU gathers layers' weights for the next iteration of a loop."""
     return exchanges_ahead(config) and config.sharding.gather == "layer"
 
 
 def gathers_head_ahead(config: Config) -> bool:
-    """Whether it does so with chunks of the head. A tied one is a table of lookups, which stays
-    split where weights are gathered once a step."""
-    once = config.sharding.gather == "step" and not config.model.tied_head
-    return exchanges_ahead(config) and not once
-
-
-def exchanges_ahead(config: Config) -> bool:
-    """Whether XLA:GPU does so with what a loop over ticks gathers: token ids, if not weights."""
-    return splits_parameters(config) and config.mesh.tensor == 1
+    """Whether XLA:GPU gathers chunks of the head for the next iteration of a loop over them."""
+    return exchanges_ahead(config) and not gathers_head_once(config)

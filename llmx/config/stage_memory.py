@@ -80,14 +80,17 @@ def deferred_share(run: Config, device_bytes: int | None, *, on_gpu: bool = Fals
     return 1.0 if layers is None else layers / max(utilization.chunks_of(run))
 
 
+class DoesNotFit(ValueError):
+    """Not one layer's weight gradients can be deferred within the limit."""
+
+
 def planned_layers(
     run: Config, device_bytes: int | None, *, on_gpu: bool = False
 ) -> tuple[int | None, str]:
-    """`deferred_layers`, and ""; where not one layer's weight gradients fit 1, and why the run is
-    refused."""
+    """`deferred_layers`, and ""; where it raises DoesNotFit 1, and why the run is refused."""
     try:
         return deferred_layers(run, device_bytes, on_gpu=on_gpu), ""
-    except ValueError as error:
+    except DoesNotFit as error:
         return 1, str(error)
 
 
@@ -96,24 +99,19 @@ def deferred_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = Fal
 
     Within `pipeline.memory_gib`, or else within two thirds of `device_bytes`, and one layer within
     nine tenths: that leaves room for what is not counted. None = all, where neither is known or the
-    schedule defers none. Raises ValueError where not one layer's fit.
+    schedule defers none. Raises DoesNotFit where not one layer's fit, ValueError for
+    remat="budget".
     """
-    table = utilization.table_of(run)
-    most = run.pipeline.memory_gib * 2**30 or (device_bytes or 0) * AT_MOST
+    table, given = utilization.table_of(run), run.pipeline.memory_gib * 2**30
+    most = given or (device_bytes or 0) * AT_MOST
     if not most or not table.splits_backward:
         return None
-    arrays = tick_arrays.of(run, on_gpu=on_gpu)
-    limit = run.pipeline.memory_gib * 2**30 or device_bytes * AUTOMATIC
-
-    def held(layers: int) -> int:
-        nonlocal arrays
-        arrays = arrays.deferring(layers)
-        return _of(arrays).total
-
-    if (one := held(1)) <= most:
+    arrays = tick_arrays.of(run, 1, on_gpu=on_gpu)
+    if (one := _of(arrays).total) <= most:
+        limit = given or device_bytes * AUTOMATIC
+        held = lambda layers: _of(arrays.deferring(layers)).total  # noqa: E731
         return next((n for n in range(arrays.layers, 1, -1) if held(n) <= limit), 1)
-    rest = held(0)
-    of_a_layer = one - rest
+    rest = _of(arrays.deferring(0)).total
     remedies = ["more stages or devices"]
     if rest <= most:
         remedies.insert(0, "1f1b")
@@ -121,9 +119,8 @@ def deferred_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = Fal
         remedies.insert(0, "remat='part'")
     if run.pipeline.memory_gib:
         remedies.append("a larger pipeline.memory_gib")
-    raise ValueError(
+    raise DoesNotFit(
         f"pipeline.schedule={table.name!r} within {most / 2**30:.1f} GiB of a device "
-        f"(pipeline.memory_gib={run.pipeline.memory_gib:g}): it holds {rest / 2**30:.1f} GiB, and "
-        f"the factors of one deferred layer take {of_a_layer / 2**30:.1f} GiB more; use "
-        f"{', or '.join(remedies)}"
+        f"(pipeline.memory_gib={run.pipeline.memory_gib:g}): with one layer's weight gradients "
+        f"deferred it holds {one / 2**30:.1f} GiB; use {', or '.join(remedies)}"
     )

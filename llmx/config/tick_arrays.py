@@ -5,6 +5,7 @@
 Letters: as in `llmx.model.costs`.
 """
 
+import copy
 import dataclasses
 import functools
 import math
@@ -15,6 +16,8 @@ from llmx.config.axes import (
     WRITTEN_OUT,
     exchanges_ahead,
     gathers_ahead,
+    gathers_head_once,
+    gathers_once,
     replica_axes,
     splits_parameters,
 )
@@ -35,7 +38,10 @@ SELECTED_FACTORS = 0.6  # of the factors of a BACKWARD, on GPUs
 
 @dataclasses.dataclass(frozen=True)
 class Ticks:
-    """A pipeline's ticks on a device, and the bytes of their arrays."""
+    """A pipeline's ticks on a device, and the bytes of their arrays.
+
+    Only what does not depend on `deferred` may be cached: see `deferring`.
+    """
 
     run: Config  # resolved, with stages
     program: Program
@@ -43,13 +49,11 @@ class Ticks:
     on_gpu: bool
 
     def deferring(self, layers: int) -> "Ticks":
-        """The same with so many layers deferred: what is counted and does not depend on them is not
-        counted again."""
-        other = dataclasses.replace(self, deferred=layers)
-        vars(other).update(vars(self) | {"deferred": layers})
+        """The same with so many layers deferred: what is cached does not depend on them, and is
+        not counted again."""
+        other = copy.copy(self)
+        vars(other)["deferred"] = layers
         return other
-
-    # What is cached does not depend on `deferred`.
 
     @functools.cached_property
     def held(self) -> Held:
@@ -137,7 +141,7 @@ class Ticks:
     @property
     def gathers_once(self) -> bool:
         """Whether weights are gathered once a step."""
-        return self.run.sharding.gather == "step" and self.splits_parameters
+        return gathers_once(self.run)
 
     @property
     def one_kind_a_loop(self) -> bool:
@@ -264,9 +268,9 @@ class Ticks:
 
     @property
     def whole_head(self) -> float:
-        """Numbers of a stage's share of a head, which is gathered once a step if it is not tied."""
+        """Numbers of a stage's share of a head that is gathered once a step."""
         rows = self.run.model.padded_vocab / (self.run.mesh.stage * self.run.mesh.tensor)
-        return 0.0 if self.run.model.tied_head else rows * self.run.model.width
+        return rows * self.run.model.width * gathers_head_once(self.run)
 
     @functools.cached_property
     def gradients(self) -> float:

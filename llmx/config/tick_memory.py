@@ -23,6 +23,10 @@ from llmx.pipeline.schedule import BACKWARD, FORWARD, WEIGHT
 # of several layers, of one, and where there is one tick at a time.
 OF_MLP_WITHOUT_GATHERS, OF_MLP_OF_ONE_LAYER, OF_MLP_IN_TURN = 7, 3, 3
 FREED = 0.25  # of the factors that WEIGHT reads
+# A whole head's gradients where weights are gathered once a step and the loss has several chunks:
+# those of two chunks that are added up, and their sum.
+HEADS_OF_CHUNKS = 3
+FEW_LAYERS = 4  # of a chunk, where BACKWARDs behind a loop begin with it (of 4 layers, not of 7)
 LOOKUPS_AT_ONCE = 4  # gradients of the embedding beside a loss, where schedules interleave chunks
 
 
@@ -97,7 +101,8 @@ def _otherwise(ticks: Ticks, of_backward: float = 0.0, of_loss: float = 0.0) -> 
     for; and joined ones over `fsdp` and `tensor`. `of_backward`, `of_loss`: beside these."""
     working = _one_backward(ticks, 2) + ticks.more_of_mlp + of_backward
     one_chunk = ticks.layers > 1 and ticks.chunks_per_stage == 1
-    copied = ticks.copied + (ticks.of_fp32_gradients if one_chunk else 0.0)
+    sums = one_chunk and not ticks.periodic  # PipeDream-2BW has those of two steps apart
+    copied = ticks.copied + (ticks.of_fp32_gradients if sums else 0.0)
     if ticks.mixes_kinds:
         copied *= ticks.deferred_share
     return max(working, _loss(ticks) + of_loss) + copied
@@ -167,9 +172,11 @@ def _of_one_layer(ticks: Ticks) -> float:
 
 
 def _branches_of_split_gradients(ticks: Ticks) -> float:
-    """Beside the loss what the branches of a tick return: saved activations of a FORWARD, factors
-    and gradients of a BACKWARD, which are a device's share."""
-    return ticks.saved_by_forward + ticks.factors + ticks.gradients + ticks.of_loss
+    """What the branches of a tick return (saved activations of a FORWARD; factors and gradients of
+    a BACKWARD, which are a device's share), beside the loss or a layer at work."""
+    returned = ticks.factors + ticks.gradients
+    of_backward = max(ticks.saved, ticks.saved_by_forward) + ticks.layer(1)
+    return returned + max(of_backward, ticks.saved_by_forward + ticks.of_loss)
 
 
 def _interleaved_loss(ticks: Ticks) -> float:
@@ -269,8 +276,8 @@ def _gpipe_in_turn(ticks: Ticks) -> float:
 
 
 def _split_in_turn(ticks: Ticks) -> float:
-    """With FORWARD, BACKWARD and WEIGHT in one body, beside `tensor`. WEIGHT frees factors as it
-    reads them."""
+    """With FORWARD, BACKWARD and WEIGHT in one body: the factors of a BACKWARD, and those that
+    WEIGHT reads and frees. Where each layer gathers weights they are beside a BACKWARD, too."""
     most = 0.0
     for turn in _turns(ticks):
         freed = FREED * ticks.factors if turn.backwards > 1 else 0.0
@@ -288,7 +295,7 @@ def _gathered_once(ticks: Ticks) -> float:
     """Of the gathered weights XLA:GPU has another layout, too. The gradient of a head that is not
     tied is whole, of several chunks in three arrays."""
     around = ticks.outside + ticks.gathered_for_step
-    heads = 1 if utilization.loss_chunks(ticks.run) == 1 else 3
+    heads = 1 if utilization.loss_chunks(ticks.run) == 1 else HEADS_OF_CHUNKS
     around += heads * GRADIENT_BYTES * ticks.whole_head
     most = ticks.of_loss + ticks.saved_by_forward
     for turn in _turns(ticks):
@@ -349,17 +356,17 @@ def _made_again(ticks: Ticks, turn: _Turn) -> int:
     end of 1F1B in four stages."""
     if ticks.splits_backward or ticks.chunks_per_stage > 1:
         return turn.backwards
-    alone = ticks.program.loops[-1]
-    follow = alone[1] == 1 and alone[2] > WRITTEN_OUT
-    return 3 if follow and ticks.layers <= 2 * WRITTEN_OUT else 2
+    _, length, times = ticks.program.loops[-1]
+    follow = length == 1 and times > WRITTEN_OUT
+    return 3 if follow and ticks.layers <= FEW_LAYERS else 2
 
 
 def _written(ticks: Ticks, turn: _Turn) -> float:
     """Factors, and gradients of a chunk's weights: BACKWARD makes those of the layers that are not
     deferred. One layer that is deferred is in no loop, whose results would be made early."""
-    alone = ticks.deferred == 1 < ticks.layers
+    one = ticks.deferred == 1 < ticks.layers
     share = ticks.deferred_share if ticks.splits_backward else 0.0
-    weights, backwards = (1, 1) if alone else (turn.weights, turn.backwards)
+    weights, backwards = (1, 1) if one else (turn.weights, turn.backwards)
     of_gradients = share * weights + (1 - share) * turn.backwards
     return of_gradients * ticks.gradients + backwards * ticks.factors
 
@@ -367,7 +374,7 @@ def _written(ticks: Ticks, turn: _Turn) -> float:
 # What counts which pipelines: the first that takes them. GPUs from the second row on.
 PROGRAMS: tuple[tuple[Callable[[Ticks], bool], Callable[[Ticks], float]], ...] = (
     (lambda ticks: not ticks.on_gpu, _on_tpu),
-    # Over `tensor`: zb_1f1b.
+    # Over `tensor`, wherever the weights are: zb_1f1b.
     (lambda ticks: ticks.over_tensor and ticks.joined and ticks.splits_backward, _split_in_turn),
     # Whole parameters over `tensor`; gpipe of one device a stage.
     (lambda ticks: ticks.one_tick_at_a_time, _in_turn),
@@ -375,22 +382,25 @@ PROGRAMS: tuple[tuple[Callable[[Ticks], bool], Callable[[Ticks], float]], ...] =
     (lambda ticks: ticks.loops_ahead and ticks.layers_unrolled, _two_layers),
     (lambda ticks: ticks.loops_ahead and ticks.one_kind_a_loop, _gpipe),
     (lambda ticks: ticks.loops_ahead, _ahead),
-    # And pipedream_2bw; chunks of one layer.
+    # The same with pipedream_2bw, and with chunks of one layer.
     (lambda ticks: ticks.gathers_ahead and not ticks.mixes_kinds, _one_layer_or_periodic),
     # Over `fsdp` and `tensor`: gpipe.
     (lambda ticks: ticks.gathers_where_used and ticks.one_kind_a_loop, _gpipe_in_turn),
+    # Gathered once a step, without `tensor`: gpipe, 1f1b, interleaved_1f1b, zb_1f1b.
     (lambda ticks: ticks.gathers_once and ticks.exchanges_ahead
      and not (ticks.mixes_kinds or ticks.periodic), _gathered_once),
-    # Whole parameters: zb_1f1b; chunks of one layer; 1f1b with gradients in bf16,
-    # interleaved_1f1b; 1f1b with gradients in fp32; gpipe.
+    # Whole parameters: zb_1f1b.
     (lambda ticks: ticks.joined_whole and ticks.splits_backward, _whole_and_split),
+    # 1f1b and interleaved_1f1b with chunks of one layer.
     (lambda ticks: ticks.joined_whole and ticks.alone and not ticks.periodic, _of_one_layer),
+    # 1f1b and pipedream_2bw with gradients in bf16, interleaved_1f1b; those in fp32; gpipe.
     (lambda ticks: ticks.joined_whole and not ticks.alone
      and (ticks.rounds_gradients or ticks.chunks_per_stage > 1), _whole),
     (lambda ticks: ticks.joined_whole and not ticks.alone, _whole_fp32),
     (lambda ticks: ticks.one_kind_a_loop and not ticks.splits_parameters, _gpipe_whole),
+    # zb_h1 with gradients that are split over whole parameters' devices (`zero2`).
     (lambda ticks: ticks.mixes_kinds and not ticks.splits_parameters and not ticks.over_tensor
      and ticks.ways("gradients") > 1, _branches_of_split_gradients),
-    # Ticks with branches, and others.
+    # zb_h1, zb_v, dual_pipe_v; 1f1b and interleaved_1f1b over `fsdp` and `tensor`; and others.
     (lambda ticks: True, _otherwise),
 )  # fmt: skip

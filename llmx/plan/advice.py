@@ -49,8 +49,9 @@ def _of_memory(report: Report) -> Iterator[str]:
         return
     held = memory["state"] | memory["peaks"].get(memory["moment"], {})
     over = memory["peak"] - memory["admitted"] * memory["limit"]
+    if memory["refusal"]:
+        yield "The run is refused, and would not begin: use what its text says."
     if over <= 0:
-        yield f"It is refused: {memory['refusal']}"
         return
     yield f"It takes {size(over)} more than is admitted."
     for name, num_bytes in sorted(held.items(), key=lambda item: -item[1])[:NUM_LARGEST]:

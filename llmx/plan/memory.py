@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from llmx import sharding
 from llmx.aot.topologies import Topology
 from llmx.config import loss_memory, recipe, stage_memory, state_memory
-from llmx.config.axes import is_one_device
+from llmx.config.axes import gathers_head_once, is_one_device
 from llmx.config.state_memory import leaves
 from llmx.model import quantization, remat, remat_costs
 from llmx.model.attention import splash
@@ -371,13 +371,13 @@ def _casts(sizes: Sizes) -> bool:
 
 
 def _gathered(sizes: Sizes) -> dict[str, float]:
-    """With gather="step" the weights of all products, and whole gradients of the head; but a tied
-    head is a table of lookups, which stays split."""
+    """With gather="step" the weights of all products, and whole gradients of a head among them."""
     if sizes.run.sharding.gather != "step":
         return {}
-    tied = sizes.run.model.tied_head
-    products = sizes.weights if tied else (*sizes.weights, sizes.head)
-    heads = 0 if tied else 1 if sizes.several else WHOLE_HEADS
+    heads, products = 0, sizes.weights
+    if gathers_head_once(sizes.run):
+        heads = 1 if sizes.several else WHOLE_HEADS
+        products = (*products, sizes.head)
     return {
         "gathered weights": sum(
             sizes.gathered_bytes(leaf) * sizes.whole(leaf) for leaf in products

@@ -257,7 +257,7 @@ def _memory(report: Report) -> str:
         f"The peak is {memory['moment']}: {page_text.memory(memory['peak'])} of "
         f"{page_text.memory(memory['limit'])}, {memory['peak'] / memory['limit']:.0%}; up to "
         f"{admitted:.0%} is admitted.{host}"
-        + (f" The run is refused: {memory['refusal']}." if memory.get("refusal") else "")
+        + (f" The run is refused: {memory['refusal']}." if memory["refusal"] else "")
     )
     return page_html.section(
         "Memory of a device",

@@ -58,8 +58,8 @@ def of(run: Config) -> Passes:
     # Of a lookup of nothing XLA:GPU sees that it is not used where a chunk is one layer; as
     # compiled once, where a stage's chunks take branches; and where weights are gathered once a
     # step, but for a tied head and a loop over layers.
-    no_loop = max(chunks) <= WRITTEN_OUT or not run.model.tied_head
-    unused = max(chunks) == 1 or (run.sharding.gather == "step" and no_loop) or (
+    keeps_lookups = run.model.tied_head and max(chunks) > WRITTEN_OUT
+    unused = max(chunks) == 1 or (run.sharding.gather == "step" and not keeps_lookups) or (
         len(chunks) > run.mesh.stage and remat_costs.branches(run.model, chunks)
     )  # fmt: skip
     joined = 0

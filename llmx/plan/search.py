@@ -121,7 +121,8 @@ class Search:
 
         limit: bytes of a device that may be held; None: 95% of its memory. keep: of how many of the
         fastest it is certain that no other is faster. most: candidates that are counted; the search
-        ends there, certain or not; None: as many as it takes. progress: told the share of the work
+        ends there, certain or not, once something fits; the plainest are counted beside these;
+        None: as many as it takes. progress: told the share of the work
         that is done, and in words how far it is.
         """
         limit = ADMITTED * self.machine.topology.hbm_bytes if limit is None else limit
@@ -145,7 +146,7 @@ class Search:
         return self._bytes[candidate]
 
     def option(self, candidate: Candidate, limit: float) -> Option:
-        """A candidate that no check refuses, with its time."""
+        """A candidate that neither a check nor `memory` refuses, with its time."""
         if candidate not in self._times:
             self._times[candidate] = self.time(self.run_of(candidate), self.machine)
         time, size = self._times[candidate], self.bytes_of(candidate)
@@ -197,6 +198,7 @@ class _Walk:
         numbers, groups = itertools.count(), list(search.space.groups())
         for group in groups:
             self._count_plain(group)
+        self.budget += self.counted
         heap: list[tuple[float, int, Group, str]] = [
             (search.bounds.seconds_of_group(group), next(numbers), group, "") for group in groups
         ]
@@ -241,8 +243,8 @@ class _Walk:
 
     def _count_plain(self, group: Group) -> None:
         """Before all others the plainest: no stages, the state split over all devices, and one or
-        as many devices along `tensor` as along `sequence`. So a search that ends early is never
-        behind them."""
+        as many devices along `tensor` as along `sequence`. So a search that ends early is not
+        behind them; it counts those that may be among the fastest."""
         search = self.search
         if group.stage > 1 or group.tensor != group.sequence:
             return
@@ -251,11 +253,9 @@ class _Walk:
                 search.space.remats_of(group), key=lambda text: search.bounds.seconds(group, text)
             ):
                 least = search.bounds.bytes(group, text, placement)
-                if least * _ROUNDING > self.limit:
-                    continue
-                size = self._count(search.space.candidate(group, placement, text))
-                if size is not None and size <= self.limit:
-                    return
+                slow = search.bounds.seconds(group, text) * _ROUNDING > self.most
+                if not slow and least * _ROUNDING <= self.limit:
+                    self._count(search.space.candidate(group, placement, text), plain=True)
 
     def _count_group(self, group: Group, text: str, *, rough: bool = False) -> float:
         """All places of the state that may fit; none where the one that splits most is too large.
@@ -275,8 +275,9 @@ class _Walk:
                 break
         return found
 
-    def _count(self, candidate: Candidate) -> int | None:
-        """Bytes of a device; None where a check refuses it."""
+    def _count(self, candidate: Candidate, *, plain: bool = False) -> int | None:
+        """Bytes of a device; None where a check or the search's `memory` refuses it. `plain`: it is
+        none of the fastest that do not fit."""
         size = self.search.bytes_of(candidate)
         if candidate in self._seen:
             return size
@@ -285,7 +286,7 @@ class _Walk:
         if size is None:
             return None
         if size > self.limit:
-            more = len(self.too_large) < MOST_TOO_LARGE
+            more = len(self.too_large) < MOST_TOO_LARGE and not plain
             if more and self.search.placed(candidate, self.limit):
                 self.too_large.append(candidate)
             return size

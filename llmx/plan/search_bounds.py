@@ -85,6 +85,7 @@ class Bounds:
     def bytes(self, group: Group, text: str, placement: Placement | None = None) -> float:
         """Of a device with a rule of `remat`; `placement`: None = wherever the state is."""
         if placement is not None:
+            # Which is the same with any `ulysses`.
             state = self._placed(group._replace(ulysses=1), placement)
         else:
             state = self._state if group.stage == 1 else self._state_of_stages
@@ -110,7 +111,7 @@ class Bounds:
         found = sum(memory.state(one).values())
         if group.stage > 1:
             found += memory.FP32 * sum(one.local(leaf, "gradients") for leaf in one.weights)
-        elif one.run.sync.strategy == "mean":
+        else:
             found += gradient_memory.buffers(one)["sums of gradients"]
         if placement.gather == "step":
             found += sum(one.gathered_bytes(leaf) * one.whole(leaf) for leaf in one.weights)

@@ -174,7 +174,7 @@ def computed(
     """What a device computes and how long a pipeline leaves it idle, in parts; and its operators.
 
     Seconds, of a step that waits for no message: a bound for `of`. `deferred`: the share of layers
-    whose weight gradients are (`exchange.deferred_on`).
+    whose weight gradients are deferred (`exchange.deferred_on`).
     """
     moved = MOVED[machine.topology.platform]
     turns = recipe.turns_of(counted.run, machine.topology.device_kind)

@@ -53,7 +53,14 @@ def show(args: argparse.Namespace, config: Config, problems: list[str], topology
     }  # fmt: skip
     peak, limit = sum(held.values()), topology.hbm_bytes
     fits = peak <= ADMITTED * limit
-    memory = {"peak": peak, "limit": limit, "admitted": ADMITTED, "fits": fits, "held": held}
+    memory = {
+        "peak": peak,
+        "limit": limit,
+        "admitted": ADMITTED,
+        "fits": fits,
+        "held": held,
+        "refusal": "",
+    }
     sizes = {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
     head = {
         "model": f"{run.model.recommender.name}, tables split by {run.tables.split}, "

@@ -25,7 +25,13 @@ import jax.numpy as jnp
 
 from llmx.aot import links
 from llmx.config import Config, utilization
-from llmx.config.axes import WRITTEN_OUT, exchanges_ahead, gathers_ahead, gathers_head_ahead
+from llmx.config.axes import (
+    WRITTEN_OUT,
+    exchanges_ahead,
+    gathers_ahead,
+    gathers_head_ahead,
+    gathers_head_once,
+)
 from llmx.config.state_memory import Leaf, leaves
 from llmx.model import remat, remat_costs
 from llmx.model.attention import ring, split
@@ -39,8 +45,9 @@ from llmx.sharding import scatter
 PASSES = links.PASSES | {"all-to-all": 1.0}
 LANES, ROWS = 128, 8  # of a tile: columns that XLA:TPU fills rows up to, and rows
 # Of a scatter that it makes in parts, by the number of devices: 251 lanes were scattered over 2,
-# 101 and not 149 over 4, 149 and not 197 over 8, 53 and not 101 over 16, and not 197 over 512.
-LANES_OF_A_PART, MOST_LANES = {2: 256, 4: 128, 16: 64}, 160
+# 101 and not 149 over 4, 149 and not 197 over 8, 53 and not 101 over 16, 43 over 32, not 37 over
+# 64, and not 197 over 512.
+LANES_OF_A_PART, MOST_LANES = {2: 256, 4: 128, 8: 160, 16: 64, 32: 64}, 32
 # Gathers that it makes of sums: 15.7 and 16.0 MiB were, 17.6 and 18 were not.
 MOST_SUMMED = 16 * 2**20
 IDS = FP32 = 4  # bytes of a token's id, of a number
@@ -116,16 +123,19 @@ def _joined(sizes: Sizes, found: list[Message], name: str) -> list[Message]:
 
 def _summed(sizes: Sizes, one: Message, summed: int) -> Message:
     """A sum of a gradient, of which XLA:TPU makes an all-reduce: over a slice of so many devices;
-    of the head in some shapes; of attention's weights where columns are not whole (`cuts_rows`).
+    of the head and the MLP in some shapes; of attention's weights where columns are not whole
+    (`cuts_rows`).
     Over such a slice of small weights' gathers, too."""
     if one.purpose == "weights" and one.size == summed and one.bytes <= MOST_SUMMED:
         return dataclasses.replace(one, kind="all-reduce")
     if one.purpose != "gradients" or one.kind != "reduce-scatter":
         return one
     of_head = one.name == sizes.head.name and sums_whole(sizes, one.size)
+    columns = sizes.run.model.mlp_dim / sizes.mesh["tensor"]
+    of_mlp = "/mlp/" in one.name and _has_no_parts(sizes, one.size, columns)
     of_attention = "/attention/" in one.name and cuts_rows(sizes, one.size)
     of_slice = one.size == summed and not {*one.axes} & {*sizes.run.mesh.across_slices}
-    if of_slice or of_head or of_attention:
+    if of_slice or of_head or of_mlp or of_attention:
         return dataclasses.replace(one, kind="all-reduce")
     return one
 
@@ -139,16 +149,20 @@ def cuts_rows(sizes: Sizes, ways: int) -> bool:
 
 
 def sums_whole(sizes: Sizes, ways: int) -> bool:
-    """Whether XLA:TPU sums all of a chunk of the head's gradient on each of so many devices.
+    """Whether XLA:TPU sums all of a chunk of the head's gradient on each of so many devices."""
+    rows = sizes.whole(sizes.head) / sizes.run.model.width / utilization.loss_chunks(sizes.run)
+    return _has_no_parts(sizes, ways, rows)
 
-    Where a device's columns are not whole lanes, rows are what it fills up to lanes, and it
+
+def _has_no_parts(sizes: Sizes, ways: int, rows: float) -> bool:
+    """Whether a gradient of so many rows of the width is not scattered over so many TPUs.
+
+    Where a device's columns are not whole lanes, rows are what XLA:TPU fills up to lanes, and it
     scatters in parts of equal numbers of these: none is small enough where that number has too
     large a prime factor.
     """
-    if not cuts_lanes(sizes, ways):
-        return False
-    rows = sizes.whole(sizes.head) / sizes.run.model.width / utilization.loss_chunks(sizes.run)
-    return _largest_factor(math.ceil(rows / LANES)) > LANES_OF_A_PART.get(ways, MOST_LANES)
+    most = LANES_OF_A_PART.get(ways, MOST_LANES)
+    return cuts_lanes(sizes, ways) and _largest_factor(math.ceil(rows / LANES)) > most
 
 
 def cuts_lanes(sizes: Sizes, ways: int) -> bool:
@@ -334,9 +348,9 @@ def _of_head(sizes: Sizes, passes: Passes, leaf: Leaf, on_gpu: bool) -> Iterator
     times = 1 if chunks == 1 else 2 * chunks + 1
     if chunks == 2 and on_gpu and gathers_head_ahead(sizes.run):
         times = 3
-    # A tied head is a table of lookups, which stays split. PipeDream-2BW gathers both versions.
-    once = sizes.run.sharding.gather == "step" and not sizes.run.model.tied_head
-    count = chunks * passes.steps if once else times * passes.heads
+    count = times * passes.heads
+    if gathers_head_once(sizes.run):  # with PipeDream-2BW both versions
+        count = chunks * passes.steps
     over = sizes.axes_of("embed", "parameters")
     yield _message(sizes, "weights", "all-gather", over, num_bytes, count, leaf.name)
     num_bytes = sizes.reduce_bytes * sizes.whole(leaf) / chunks

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from llmx.aot.report import size
 from llmx.aot.topologies import Topology
 from llmx.config import Config, state_memory, utilization
-from llmx.config.axes import is_one_device, splits_parameters
+from llmx.config.axes import gathers_once, is_one_device
 from llmx.model import remat
 from llmx.model.attention import splash
 from llmx.plan import sizes, traffic
@@ -31,7 +31,7 @@ def of(run: Config, topology: Topology, sent: Sequence[Message], step: float) ->
     found = [*_of_head(counted, topology, sent), *_of_attention(counted, topology, sent)]
     if run.mesh.stage > 1:
         found += _of_stages(run, topology)
-    elif run.sharding.gather == "step" and splits_parameters(run) and run.model.tied_head:
+    elif gathers_once(run) and run.model.tied_head:
         found.append("weights gathered once a step beside a tied head: memory a sixth more or less")
     if run.model.num_experts and run.model.num_layers < FEW:
         found.append(
@@ -128,5 +128,11 @@ def _of_stages(run: Config, topology: Topology) -> Iterator[str]:
         yield "a pipeline on GPUs: memory a tenth more or less, time a seventh"
         if run.pipeline.schedule == "dual_pipe_v":
             yield "dual_pipe_v on GPUs: memory up to a seventh less"
+        table = utilization.table_of(run)
+        if gathers_once(run) and (table.mixes_kinds or table.periodic):
+            yield (
+                f"{run.pipeline.schedule} with weights gathered once a step, on GPUs: memory up to "
+                "a fifth more"
+            )
         if run.pipeline.schedule.startswith("zb") and remat.inside(run.remat) == "none":
             yield "the time of a zero-bubble schedule whose layers save all: a quarter more or less"

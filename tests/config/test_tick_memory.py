@@ -226,18 +226,36 @@ def test_without_gathers_part_makes_two_microbatches_again():
         assert more - less == pytest.approx(2 * (all_of_it - few))
         full = ticks_of(**WHOLE, **keys, remat="full")
         wide = ticks.gradients * (keys.get("precision") == "fp32")
-        of_full = tick_memory.of(full) - full.saved + wide * 0
+        of_full = tick_memory.of(full) - full.saved
         wanted = 2 * few + begun * ticks.more_of_mlp - wide
         assert less - of_full == pytest.approx(wanted)
 
 
+def test_fewer_deferred_layers_are_counted_as_if_nothing_had_been_counted():
+    """What is kept from one count to the next does not depend on them."""
+    for changed in (
+        dict(), WHOLE, OVER_TENSOR, WHOLE | dict(precision="fp32"), dict(sharding__gather="step"),
+        dict(pipeline__schedule="zb_h1"), WHOLE | dict(pipeline__schedule="zb_v"),
+    ):  # fmt: skip
+        keys = dict(pipeline__schedule="zb_1f1b", model__num_layers=16, remat="names") | changed
+        run = resolved(**STAGES | keys)
+        chained = tick_arrays.of(run, on_gpu=True)
+        for layers in (chained.layers, 3, 2, 1, 0):
+            tick_memory.of(chained)
+            chained = chained.deferring(layers)
+            fresh = tick_arrays.of(run, layers, on_gpu=True)
+            assert tick_memory.of(chained) == tick_memory.of(fresh), (keys, layers)
+
+
 def test_where_gradients_are_split_branches_return_what_is_beside_the_loss():
-    """And nothing of a layer at work."""
+    """Or beside a layer at work, whichever is more."""
     keys = dict(WHOLE, sharding__layout="zero2", pipeline__schedule="zb_h1")
-    for remat in "full", "part+none":
-        ticks = ticks_of(**keys, remat=remat)
-        wanted = ticks.saved_by_forward + ticks.factors + ticks.gradients + ticks.of_loss
-        assert tick_memory.of(ticks) == pytest.approx(wanted)
+    large, small = (ticks_of(**keys, model__vocab_size=size) for size in (2**17, 2**9))
+    returned = large.saved_by_forward + large.factors + large.gradients
+    assert tick_memory.of(large) == pytest.approx(returned + large.of_loss)
+    assert large.of_loss > large.layer(1) > small.of_loss
+    assert tick_memory.of(small) == pytest.approx(returned + small.layer(1))
+    ticks = large
     whole = ticks_of(**keys | dict(sharding__layout="ddp"))
     assert whole.gradients == pytest.approx(4 * ticks.gradients, rel=0.01)
 

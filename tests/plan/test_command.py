@@ -374,7 +374,7 @@ def test_layers_are_timed_on_this_machine(tmp_path, capsys):
         ),
         (
             ["--chip=v5p", "--schedule=zb_v", "--memory=1"],
-            ["one deferred layer take", "remat='part'"],
+            ["with one layer's weight gradients deferred", "remat='part'"],
         ),
         (
             ["--chip=v5p", "--memory=12", "--config.remat=none"],
@@ -490,6 +490,6 @@ def test_a_run_that_would_not_begin_does_not_fit(tmp_path, capsys):
     assert peak < search.ADMITTED * told["memory"]["limit"]
     code, text = report(int(peak / 0.93))
     assert code == 1 and "DOES NOT FIT" in text and "the run is refused: pipeline.schedule" in text
-    assert "to fit: It is refused: pipeline.schedule='zb_h1' within" in text
+    assert "to fit: The run is refused" in text
     code, text = report(int(peak / 0.89))
     assert code == 0 and "DOES NOT FIT" not in text and "refused" not in text
