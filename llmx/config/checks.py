@@ -378,7 +378,7 @@ def _deferred(config: Config, table: schedule.Table) -> Iterator[str]:
             for name in platforms
         ]
         if all(refusal for _, refusal in planned):
-            yield planned[0][1]
+            yield str(planned[0][1])
 
 
 def _uncountable(config: Config) -> bool:
@@ -386,6 +386,7 @@ def _uncountable(config: Config) -> bool:
     kinds = sorted(set(config.model.layer_kinds))
     return any((
         *bounds.problems(config, ""), *bounds.problems(config.optimizer, ""),
+        *bounds.problems(config.pipeline, ""),
         *remat.problems(config.remat, config.offload, kinds),
     ))  # fmt: skip
 

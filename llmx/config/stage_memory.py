@@ -6,6 +6,7 @@ goes in it depends on the program that XLA makes: `config.tick_memory`.
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 from llmx.config import Config, tick_arrays, tick_memory, utilization
 from llmx.config.tick_arrays import GRADIENT_BYTES, Ticks
@@ -80,18 +81,52 @@ def deferred_share(run: Config, device_bytes: int | None, *, on_gpu: bool = Fals
     return 1.0 if layers is None else layers / max(utilization.chunks_of(run))
 
 
+@dataclasses.dataclass(eq=False)
 class DoesNotFit(ValueError):
-    """Not one layer's weight gradients can be deferred within the limit."""
+    """Not one layer's weight gradients of a run can be deferred within a limit. What would fit is
+    counted where its text is asked for."""
+
+    run: Config
+    most: float  # bytes
+    one: int  # that it holds with those of one layer
+    on_gpu: bool
+
+    def __str__(self) -> str:
+        given = self.run.pipeline.memory_gib
+        remedies = [text for text, other in _others(self.run) if self._begins(other)]
+        remedies.append("more stages or devices")
+        if given:
+            remedies.append("a larger pipeline.memory_gib")
+        return (
+            f"pipeline.schedule={self.run.pipeline.schedule!r} within {self.most / 2**30:.1f} GiB "
+            f"of a device (pipeline.memory_gib={given:g}): with one layer's weight gradients "
+            f"deferred it holds {self.one / 2**30:.1f} GiB; use {', or '.join(remedies)}"
+        )
+
+    def _begins(self, other: Config) -> bool:
+        """Whether another run is valid and within the limit, one layer deferred if any is."""
+        try:
+            return _of(tick_arrays.of(other, 1, on_gpu=self.on_gpu)).total <= self.most
+        except ValueError:
+            return False
+
+
+def _others(run: Config) -> Iterator[tuple[str, Config]]:
+    """What takes less, by what to set."""
+    if not remat.keeps_input(run.remat):
+        yield "remat='part'", dataclasses.replace(run, remat="part")
+    plain = dataclasses.replace(run.pipeline, schedule="1f1b", virtual_stages=0, layers=())
+    yield "1f1b", dataclasses.replace(run, pipeline=plain)
 
 
 def planned_layers(
     run: Config, device_bytes: int | None, *, on_gpu: bool = False
-) -> tuple[int | None, str]:
-    """`deferred_layers`, and ""; where it raises DoesNotFit 1, and why the run is refused."""
+) -> tuple[int | None, DoesNotFit | None]:
+    """`deferred_layers`, and None; where it raises DoesNotFit 1, and that: the run is refused."""
     try:
-        return deferred_layers(run, device_bytes, on_gpu=on_gpu), ""
+        return deferred_layers(run, device_bytes, on_gpu=on_gpu), None
     except DoesNotFit as error:
-        return 1, str(error)
+        return 1, error
 
 
 def deferred_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = False) -> int | None:
@@ -111,16 +146,4 @@ def deferred_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = Fal
         limit = given or device_bytes * AUTOMATIC
         held = lambda layers: _of(arrays.deferring(layers)).total  # noqa: E731
         return next((n for n in range(arrays.layers, 1, -1) if held(n) <= limit), 1)
-    rest = _of(arrays.deferring(0)).total
-    remedies = ["more stages or devices"]
-    if rest <= most:
-        remedies.insert(0, "1f1b")
-    elif not remat.keeps_input(run.remat):
-        remedies.insert(0, "remat='part'")
-    if run.pipeline.memory_gib:
-        remedies.append("a larger pipeline.memory_gib")
-    raise DoesNotFit(
-        f"pipeline.schedule={table.name!r} within {most / 2**30:.1f} GiB of a device "
-        f"(pipeline.memory_gib={run.pipeline.memory_gib:g}): with one layer's weight gradients "
-        f"deferred it holds {one / 2**30:.1f} GiB; use {', or '.join(remedies)}"
-    )
+    raise DoesNotFit(run, most, one, on_gpu)

@@ -95,7 +95,7 @@ class Memory:
     state: dict[str, int]  # "parameters", "optimizer", "ema"; what lives all the time
     peaks: dict[str, dict[str, int]]  # by moment: what comes to the state, by what it is for
     host: int = 0  # of the state, in the host's memory for this device
-    refusal: str = ""  # why the run would not begin, for want of memory
+    refusal: ValueError | None = None  # why the run would not begin, for want of memory
 
     @property
     def moment(self) -> str:

@@ -88,7 +88,8 @@ def _memory_card(report: Report) -> str:
     return page_html.card(
         "Does it fit?", answer, _bar(bar, memory["limit"] / scale),
         _line(f"{page_text.memory(memory['peak'])} of {page_text.memory(memory['limit'])} of a "
-              f"device, {share:.0%}; the peak is {memory['moment']}"),
+              f"device, {share:.0%}; the peak is {memory['moment']}"
+              + (f". The run is refused: {memory['refusal']}" if memory["refusal"] else "")),
         kind="good" if memory["fits"] else "bad",
     )  # fmt: skip
 

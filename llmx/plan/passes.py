@@ -11,7 +11,7 @@ import jax
 
 from llmx.config import Config, utilization
 from llmx.config.axes import WRITTEN_OUT
-from llmx.model import remat_costs
+from llmx.model import remat, remat_costs
 from llmx.pipeline import executor, ticks
 from llmx.pipeline.schedule import BACKWARD, FORWARD, WEIGHT, Table
 from llmx.pipeline.tick import When
@@ -57,8 +57,9 @@ def of(run: Config) -> Passes:
     alone = max(chunks) == 1 and len(chunks) == run.mesh.stage
     # Of a lookup of nothing XLA:GPU sees that it is not used where a chunk is one layer; as
     # compiled once, where a stage's chunks take branches; and where weights are gathered once a
-    # step, but for a tied head and a loop over layers.
-    keeps_lookups = run.model.tied_head and max(chunks) > WRITTEN_OUT
+    # step, but for a tied head and a loop over layers, or layers that are run again with `part`.
+    again = max(chunks) > WRITTEN_OUT or remat.keeps_input(run.remat)
+    keeps_lookups = run.model.tied_head and again
     unused = max(chunks) == 1 or (run.sharding.gather == "step" and not keeps_lookups) or (
         len(chunks) > run.mesh.stage and remat_costs.branches(run.model, chunks)
     )  # fmt: skip

@@ -302,13 +302,15 @@ def _memory_json(held: Memory, topology: Topology) -> dict[str, Any]:
     return {
         "peak": held.peak, "moment": held.moment, "limit": topology.hbm_bytes,
         "admitted": ADMITTED, "fits": fits(held, topology), "state": held.state,
-        "peaks": held.peaks, "host": held.host, "refusal": held.refusal,
+        "peaks": held.peaks, "host": held.host, "refusal": str(held.refusal or ""),
     }  # fmt: skip
 
 
 def _memory_lines(held: Memory, topology: Topology) -> list[str]:
     share = held.peak / topology.hbm_bytes
     verdict = "fits" if fits(held, topology) else "DOES NOT FIT"
+    if held.refusal and share <= ADMITTED:
+        verdict = "REFUSED"
     parts = lambda of: ", ".join(f"{name} {size(num)}" for name, num in of.items())  # noqa: E731
     rows = [("state", size(sum(held.state.values())), parts(held.state))]
     rows += [(name, size(sum(of.values())), parts(of)) for name, of in held.peaks.items()]

@@ -68,7 +68,7 @@ BAD = [
      ["pipeline.memory_gib=1", "schedule='1f1b'", "use zb_1f1b"]),
     (dict(mesh__stage=2, batch__accumulation=2, model__num_layers=2, pipeline__schedule="zb_h1",
           pipeline__memory_gib=1e-6), 8,
-     ["schedule='zb_h1' within 0.0 GiB", "use remat='part', or more stages"]),
+     ["schedule='zb_h1' within 0.0 GiB", "use more stages or devices, or"]),
     (dict(remat="part"), 8, ["remat='part'", "mesh.stage=1", "use 'full', or 'sqrt'"]),
     (dict(remat="part+dots"), 8, ["remat='part+dots'", "use 'dots', or 'sqrt'"]),
     (dict(mesh__data=1, mesh__tensor=5, model__num_heads=5, model__num_kv_heads=5,

@@ -1,6 +1,7 @@
 """The state that the planner counts is that of the recipe, leaf for leaf."""
 
 import contextlib
+import dataclasses
 import json
 import math
 
@@ -263,7 +264,7 @@ def test_where_no_layer_can_be_deferred_the_run_is_refused(tmp_path):
     for share, refused in ((0.89, False), (0.91, True)):
         held = memory.of(sizes.of(run), device_bytes=(size := int(one_layer / share)))
         assert held.peak == one_layer
-        assert ("zb_h1' within" in held.refusal) == refused
+        assert ("zb_h1' within" in str(held.refusal)) == refused
         row = dict(name="small", base="v5p", hbm_bytes=size, usable_bytes=size)
         (path := tmp_path / "small.json").write_text(json.dumps(row))
         machine = machines.parse("small:2x2x1", path)
@@ -279,3 +280,19 @@ def test_a_limit_is_refused_that_is_too_low_on_every_platform():
             contextlib.nullcontext() if fits else pytest.raises(ConfigError, match="zb_h1' within")
         ):
             _resolved(**keys)
+
+
+def test_a_refusal_names_what_would_begin():
+    """`part` or 1f1b where that is within the limit, and the limit is with them."""
+    run, one = _of_one_layer(on_gpu=False)
+    plain = run.pipeline.__class__(schedule="1f1b")
+    others = {
+        "remat='part'": dataclasses.replace(run, remat="part"),
+        "1f1b": dataclasses.replace(run, pipeline=plain),
+    }
+    held = {name: stage_memory.of(other, deferred_layers=1).total for name, other in others.items()}
+    assert all(size < one for size in held.values())
+    for most in (one - 1, *(size - 1 for size in held.values())):
+        _, refusal = stage_memory.planned_layers(run, int(most / 0.9))
+        for name, size in held.items():
+            assert (name in str(refusal)) == (size <= int(most / 0.9) * 0.9), (most, name)
