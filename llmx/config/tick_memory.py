@@ -300,7 +300,10 @@ def _gathered_once(ticks: Ticks) -> float:
     most = ticks.of_loss + ticks.saved_by_forward
     for turn in _turns(ticks):
         of_backward = ticks.layer(0) + ticks.of_periods
-        of_backward += (turn.backwards if ticks.keeps_input else turn.forwards) * ticks.saved
+        if ticks.keeps_input:  # a layer of each of two BACKWARDs
+            of_backward += ticks.layer(0) + ticks.more_of_mlp + turn.backwards * ticks.saved
+        else:
+            of_backward += turn.forwards * ticks.saved
         of_loss = ticks.of_loss + turn.forwards * ticks.saved_by_forward
         most = max(most, _written(ticks, turn) + max(of_backward, turn.has_head * of_loss))
     return around + most

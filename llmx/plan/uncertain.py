@@ -129,10 +129,11 @@ def _of_stages(run: Config, topology: Topology) -> Iterator[str]:
         if run.pipeline.schedule == "dual_pipe_v":
             yield "dual_pipe_v on GPUs: memory up to a seventh less"
         table = utilization.table_of(run)
-        if gathers_once(run) and (table.mixes_kinds or table.periodic):
+        again = remat.keeps_input(run.remat)
+        if gathers_once(run) and (again or table.mixes_kinds or table.periodic):
             yield (
-                f"{run.pipeline.schedule} with weights gathered once a step, on GPUs: memory up to "
-                "a fifth more"
+                "weights gathered once a step with part, with branches or with PipeDream-2BW, on "
+                "GPUs: memory up to a fifth more"
             )
         if run.pipeline.schedule.startswith("zb") and remat.inside(run.remat) == "none":
             yield "the time of a zero-bubble schedule whose layers save all: a quarter more or less"

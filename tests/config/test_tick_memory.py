@@ -171,6 +171,9 @@ def test_weights_that_are_gathered_once_a_step_are_there_in_two_layouts():
         wanted = ticks.outside + 2 * ticks.gathered_for_step + 4 * heads * head
         wanted += 3 * ticks.gradients + ticks.layer(0) + 2 * ticks.saved
         assert tick_memory.of(ticks) == pytest.approx(wanted)
+    part = ticks_of(**keys, remat="part+full")
+    again = part.layer(0) + part.more_of_mlp + part.saved  # three are made again
+    assert tick_memory.of(part) - tick_memory.of(ticks) == pytest.approx(again)
     loss = ticks_of(**keys, pipeline__schedule="gpipe", model__vocab_size=2**17)
     heads = 12 * loss.run.model.padded_vocab / 2 * loss.run.model.width
     wanted = loss.outside + 2 * loss.gathered_for_step + heads

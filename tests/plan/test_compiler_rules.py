@@ -430,6 +430,9 @@ def test_what_is_uncertain_is_said():
     assert "dual_pipe_v" in str(said(v_shaped, H100)) and "dual_pipe_v" not in str(
         said(bubble, H100)
     )
+    for keys, words in (dict(remat="part"), True), (dict(), False):
+        once = _run(**zb | keys | dict(pipeline__schedule="1f1b"), sharding__gather="step")
+        assert ("gathered once a step with part" in str(said(once, H100))) == words
     for tied in True, False:
         once = _run(mesh__fsdp=8, sharding__gather="step", model__tied_head=tied)
         assert ("beside a tied head" in str(said(once, V5P))) == tied
@@ -564,3 +567,20 @@ def test_what_is_gathered_once_a_step():
         sent = [exchange.on(sizes.of(run), machine) for machine in (V5P, H100)]
         lookups = [sum(m.count for m in of if m.purpose == "lookups and heads") for of in sent]
         assert lookups[0] - lookups[1] == idle
+
+
+@pytest.mark.parametrize(
+    ("ways", "lanes", "whole"), [(64, 37, True), (64, 19, False), (32, 43, False), (16, 101, True)]
+)
+def test_gradients_of_an_mlp_of_large_prime_factors_are_summed_whole(ways, lanes, whole):
+    """On TPUs, where a device's columns are no whole lanes: as compiled."""
+    keys = dict(mesh__fsdp=ways, batch__size=ways, model__width=64 * ways)
+    counted = sizes.of(_run(**keys, model__mlp_dim=4 * lanes * 128))
+    of_mlp = {
+        one.kind for one in traffic.of(counted)
+        if "/mlp/" in one.name and one.purpose == "gradients" and one.bytes > 2**20
+    }  # fmt: skip
+    assert of_mlp == {"all-reduce" if whole else "reduce-scatter"}
+    # Of whole lanes none is.
+    wide = sizes.of(_run(**keys | dict(model__width=128 * ways), model__mlp_dim=4 * lanes * 128))
+    assert "all-reduce" not in {one.kind for one in traffic.of(wide) if "/mlp/" in one.name}
