@@ -68,6 +68,9 @@ def show(
     if searched:
         _check_searched(args, config, topology, problems, auto_mesh=given.auto_mesh)
         search, search_lines, run = search_report.show(config, machine, verify=args.verify or 0)
+        if why_not := "" if given.auto_mesh else _own_refusal(config, topology):
+            search["own_refusal"] = why_not
+            search_lines.append(f"as configured it is refused: {why_not}")
     if run is None or (not given.auto_mesh and _is_counted(config, topology)):
         run = compiler.resolve(config, topology, problems=problems)
     if why_not := _refusal(run, topology) or ("" if searched else _too_short(args, run, topology)):
@@ -112,6 +115,15 @@ def _is_counted(config: Config, topology: Topology) -> bool:
     """Whether a config goes with the machine as it is: else what a search found is reported."""
     own = candidates.own(config, topology)
     return own is not None and not _refusal(own, topology)
+
+
+def _own_refusal(config: Config, topology: Topology) -> str:
+    """Why a config that is searched would not begin as it stands; "" if it would."""
+    try:
+        run = compiler.resolve(config, topology)
+        return _refusal(run, topology) or str(memory.on(sizes.of(run), topology).refusal or "")
+    except ValueError as error:
+        return str(error)
 
 
 def _refusal(run: Config, topology: Topology) -> str:

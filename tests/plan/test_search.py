@@ -342,6 +342,7 @@ def test_what_is_found_is_reported_where_the_config_itself_is_not_counted(capsys
     report = json.loads(capsys.readouterr().out)
     best = report["search"]["configurations"][report["search"]["best"]]
     assert report["time"]["step"] == pytest.approx(best["step"])
+    assert "use remat=full" in report["search"]["own_refusal"]
 
 
 @pytest.mark.parametrize(
