@@ -371,14 +371,7 @@ def _deferred(config: Config, table: schedule.Table) -> Iterator[str]:
             "gradients: leave it out, or use zb_1f1b or another zb_ schedule"
         )
     elif gib and config.remat != remat.BUDGET and not _uncountable(config):
-        # Where the platform is not known yet, what fits on either may go on.
-        platforms = (config.launch.platform,) if config.launch.platform else ("tpu", "gpu")
-        planned = [
-            stage_memory.planned_layers(config, None, on_gpu=name not in ("tpu", "cpu"))
-            for name in platforms
-        ]
-        if all(refusal for _, refusal in planned):
-            yield str(planned[0][1])
+        yield from filter(None, [stage_memory.refusal(config, config.launch.platform)])
 
 
 def _uncountable(config: Config) -> bool:

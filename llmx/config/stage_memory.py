@@ -129,6 +129,14 @@ def planned_layers(
         return 1, error
 
 
+def refusal(run: Config, platform: str) -> str:
+    """Why a run is refused within its `pipeline.memory_gib`; "" if it is not. `platform`: "" = it
+    is not known yet, and what fits on any may go on."""
+    kinds = {False, True} if not platform else {platform not in ("tpu", "cpu")}
+    refusals = [planned_layers(run, None, on_gpu=on_gpu)[1] for on_gpu in sorted(kinds)]
+    return str(refusals[0]) if all(refusals) else ""
+
+
 def deferred_layers(run: Config, device_bytes: int | None, *, on_gpu: bool = False) -> int | None:
     """The layers of each chunk whose weight gradients are deferred: as many as fit.
 

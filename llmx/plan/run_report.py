@@ -68,9 +68,7 @@ def show(
     if searched:
         _check_searched(args, config, topology, problems, auto_mesh=given.auto_mesh)
         search, search_lines, run = search_report.show(config, machine, verify=args.verify or 0)
-        if why_not := "" if given.auto_mesh else _own_refusal(config, topology):
-            search["own_refusal"] = why_not
-            search_lines.append(f"as configured it is refused: {why_not}")
+        search["own_refusal"] = "" if given.auto_mesh else _own_refusal(config, topology)
     if run is None or (not given.auto_mesh and _is_counted(config, topology)):
         run = compiler.resolve(config, topology, problems=problems)
     if why_not := _refusal(run, topology) or ("" if searched else _too_short(args, run, topology)):
@@ -100,15 +98,22 @@ def show(
         *(f"{name:<12}{text}" for name, text in head.items()), "",
         *_memory_lines(held, topology), *advice.to_fit(report), "",
         *time_report.lines(time, of_time), "", *_sent_lines(sent), "", *duration_lines,
-        *["" for _ in search_lines[:1]], *search_lines,
+        *_last_lines(report, search_lines),
     ]  # fmt: skip
-    lines += [f"not counted: {what}" for what in uncounted(run)]
-    lines += [f"uncertain: {what}" for what in report["uncertain"]]
     if args.html:
         pipeline = step_time.pipeline_of(sizes.of(run), time.operators, machine)
         _write(args.html, page.render(report, pipeline))
         lines.append(f"page: {args.html}")
     return report, "\n".join(lines)
+
+
+def _last_lines(report: dict[str, Any], search_lines: list[str]) -> list[str]:
+    """What a search found, and what is not counted or known to be further off."""
+    lines = ["", *search_lines] if search_lines else []
+    if why_not := report.get("search", {}).get("own_refusal"):
+        lines.append(f"as configured it is refused: {why_not}")
+    lines += [f"not counted: {what}" for what in report["not_counted"]]
+    return lines + [f"uncertain: {what}" for what in report["uncertain"]]
 
 
 def _is_counted(config: Config, topology: Topology) -> bool:

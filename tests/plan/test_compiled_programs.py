@@ -180,6 +180,13 @@ def test_programs_of_few_devices():
     assert all(abs(error) <= 0.02 for _, one in found for error in one.sent.values())
 
 
+def test_bytes_of_mlps_whose_lanes_have_a_large_prime_factor():
+    """Two layers over 8 to 64 TPUs: some sums of gradients are scattered, some are whole."""
+    found = of_golden(ROOT / "tests" / "golden" / "prime_lanes.jsonl")
+    assert len(found) == 8
+    assert all(abs(error) <= 0.001 for _, one in found for error in one.sent.values())
+
+
 def test_programs_of_few_tokens():
     """256 to 2,048 tokens a GPU, of 8 to 256 GPUs: what is gathered decides.
     That over 256, of 2 GiB, is 18% off (docs/plan.md)."""
