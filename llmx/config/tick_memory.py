@@ -6,7 +6,7 @@ compiled, each with a function that counts it; docs/plan.md says how far off the
 One fact explains most of XLA:GPU's: what a loop over layers writes is made (as zeros) where the
 code around that loop begins. Ticks that are in no loop, behind each other, so have all that they
 will write from the first of them on. Where XLA gathers weights ahead, the last iteration of each
-loop over ticks is in no loop either (`axes.gathers_ahead`).
+loop over ticks is in no loop either (`axes.exchanges_ahead`).
 """
 
 from collections.abc import Callable, Iterator
