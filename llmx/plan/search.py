@@ -300,6 +300,6 @@ class _Walk:
         return size
 
     def _tell(self, bound: float) -> None:
-        best = -max(self._best) if self._best else float("inf")
+        best = f"best {-max(self._best):.4g} s" if self._best else "nothing fits so far"
         share = min(1.0, bound / self.most) if self._best else 0.0
-        self.progress(share, f"{self.counted:,} counted, best {best:.4g} s")
+        self.progress(share, f"{self.counted:,} counted, {best}")
