@@ -106,7 +106,7 @@ class DoesNotFit(ValueError):
     def _begins(self, other: Config) -> bool:
         """Whether another run is valid and within the limit, one layer deferred if any is."""
         try:
-            return _of(tick_arrays.of(other, 1, on_gpu=self.on_gpu)).total <= self.most
+            return of(other, deferred_layers=1, on_gpu=self.on_gpu).total <= self.most
         except ValueError:
             return False
 
@@ -132,8 +132,8 @@ def planned_layers(
 def refusal(run: Config, platform: str) -> str:
     """Why a run is refused within its `pipeline.memory_gib`; "" if it is not. `platform`: "" = it
     is not known yet, and what fits on any may go on."""
-    kinds = {False, True} if not platform else {platform not in ("tpu", "cpu")}
-    refusals = [planned_layers(run, None, on_gpu=on_gpu)[1] for on_gpu in sorted(kinds)]
+    kinds = (platform not in ("tpu", "cpu"),) if platform else (False, True)
+    refusals = [planned_layers(run, None, on_gpu=on_gpu)[1] for on_gpu in kinds]
     return str(refusals[0]) if all(refusals) else ""
 
 

@@ -146,8 +146,7 @@ class Ticks:
     @property
     def one_kind_a_loop(self) -> bool:
         """Whether loops have ticks of FORWARD alone, and of BACKWARD alone, as in GPipe."""
-        table = self.program.table
-        return not (self.joined or table.splits_backward or table.mixes_kinds or table.periodic)
+        return not (self.joined or self.splits_backward or self.mixes_kinds or self.periodic)
 
     @property
     def one_tick_at_a_time(self) -> bool:
@@ -165,8 +164,7 @@ class Ticks:
     @property
     def loops_ahead(self) -> bool:
         """Whether XLA:GPU gathers ahead in loops over ticks that have no branches."""
-        table = self.program.table
-        plain = not (table.mixes_kinds or table.periodic)
+        plain = not (self.mixes_kinds or self.periodic)
         return self.gathers_ahead and self.layers > 1 and plain
 
     @property

@@ -194,6 +194,8 @@ def _whole_and_split(ticks: Ticks) -> float:
     time where a chunk's layers are in no loop."""
     of_layer = ticks.layer(1, OF_MLP_WITHOUT_GATHERS)
     second = ticks.layers <= WRITTEN_OUT
+    if ticks.keeps_input:  # what two BACKWARDs make again
+        of_layer += 2 * ticks.saved
     most = 0.0
     for turn in _turns(ticks):
         # A loop's body has two turns: two BACKWARDs, and their gradients of layers not deferred.
@@ -201,10 +203,7 @@ def _whole_and_split(ticks: Ticks) -> float:
         found = _written(ticks, turn) + more * ticks.factors
         found += turn.in_loop * (1 - ticks.deferred_share) * ticks.gradients
         found += (turn.forwards + second) * ticks.saved_by_forward
-        again = 0.0
-        if ticks.keeps_input:  # of two microbatches
-            again = 2 * ticks.saved
-        most = max(most, found + max(of_layer + again, turn.has_head * ticks.of_loss))
+        most = max(most, found + max(of_layer, turn.has_head * ticks.of_loss))
     return ticks.outside + second * ticks.table_gradient("embedding") + most
 
 

@@ -50,7 +50,7 @@ def _of_memory(report: Report) -> Iterator[str]:
     held = memory["state"] | memory["peaks"].get(memory["moment"], {})
     over = memory["peak"] - memory["admitted"] * memory["limit"]
     if memory["refusal"]:
-        yield "The run is refused, and would not begin: use what its text says."
+        yield "The run is refused and would not begin; the reason names what would."
     if over <= 0:
         return
     yield f"It takes {size(over)} more than is admitted."

@@ -100,7 +100,7 @@ class Routes:
         """
         rates, group = self.machine.rates, self._members(message)
         slices = math.prod(map(self._outer, message.axes))
-        if rates.network is None and (slices > 1 or self._leaves_host(group)):
+        if rates.network is None and (slices > 1 or self._leaves_host(message)):
             raise ValueError(self._unknown(message))
         if message.kind == "collective-permute":
             if slices > 1:
@@ -145,12 +145,18 @@ class Routes:
             return "between slices"
         if not self.machine.on_gpu:  # an axis of a torus has its own
             return ",".join(message.axes)
-        leaves = self._leaves_host(self._members(message))
-        return "between hosts" if leaves else "inside a host"
+        return "between hosts" if self._leaves_host(message) else "inside a host"
 
-    @functools.cache  # noqa: B019 - lives as long as the mesh
-    def _leaves_host(self, group: tuple[int, ...]) -> bool:
-        return self.machine.on_gpu and len(np.unique(self._links.hosts[list(group)])) > 1
+    def _leaves_host(self, message: Message) -> bool:
+        key = message.kind, message.axes, message.size
+        if self.machine.on_gpu and key not in self._leaving:
+            hosts = self._links.hosts[list(self._members(message))]
+            self._leaving[key] = len(np.unique(hosts)) > 1
+        return self._leaving.get(key, False)
+
+    @functools.cached_property
+    def _leaving(self) -> dict[tuple, bool]:
+        return {}
 
     def _unknown(self, message: Message) -> str:
         topology = self.machine.topology

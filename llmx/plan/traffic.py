@@ -124,8 +124,7 @@ def _joined(sizes: Sizes, found: list[Message], name: str) -> list[Message]:
 def _summed(sizes: Sizes, one: Message, summed: int) -> Message:
     """A sum of a gradient, of which XLA:TPU makes an all-reduce: over a slice of so many devices;
     of the head and the MLP in some shapes; of attention's weights where columns are not whole
-    (`cuts_rows`).
-    Over such a slice of small weights' gathers, too."""
+    (`cuts_rows`). Over such a slice of small weights' gathers, too."""
     if one.purpose == "weights" and one.size == summed and one.bytes <= MOST_SUMMED:
         return dataclasses.replace(one, kind="all-reduce")
     if one.purpose != "gradients" or one.kind != "reduce-scatter":

@@ -16,6 +16,7 @@ from llmx import config, sharding
 from llmx.config import ConfigError, stage_memory
 from llmx.config.recipe import make_recipe
 from llmx.model import families
+from llmx.pipeline.schedules import PipelineConfig
 from llmx.plan import machines, memory, search, sizes
 from llmx.step import optimizers
 
@@ -285,7 +286,7 @@ def test_a_limit_is_refused_that_is_too_low_on_every_platform():
 def test_a_refusal_names_what_would_begin():
     """`part` or 1f1b where that is within the limit, and the limit is with them."""
     run, one = _of_one_layer(on_gpu=False)
-    plain = run.pipeline.__class__(schedule="1f1b")
+    plain = PipelineConfig(schedule="1f1b")
     others = {
         "remat='part'": dataclasses.replace(run, remat="part"),
         "1f1b": dataclasses.replace(run, pipeline=plain),
