@@ -9,6 +9,7 @@ os.environ["XLA_FLAGS"] = " ".join([
     # Collectives of eight fake devices on few cores can time out under the default scheduler.
     "--xla_cpu_enable_concurrency_optimized_scheduler=false",
     "--xla_backend_optimization_level=0",  # compiles in half the time
+    "--xla_cpu_parallel_codegen_split_count=1",  # a tenth less; by default a program is 32 modules
     # And in half of that; jax 0.12 no longer knows the flag.
     *(["--xla_cpu_use_fusion_emitters=false"] if version("jax").startswith("0.10.") else []),
 ])  # fmt: skip

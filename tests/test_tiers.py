@@ -32,5 +32,13 @@ def test_each_name_of_the_list_is_a_test(pytestconfig):
     if tiers.WITHOUT_A_TEST not in pytestconfig.stash:
         pytest.skip("some tests were not collected: `pytest` alone collects all")
     assert pytestconfig.stash[tiers.WITHOUT_A_TEST] == [], (
-        "take them out of tests/slow_cases.txt, or measure again (tests/support/tiers.py)"
+        "take them out of tests/slow_cases.txt, or measure again; OTHERS_STAND_FOR is in "
+        "tests/support/tiers.py"
     )
+
+
+def test_what_stands_for_others_runs_without_the_full_grid():
+    stand = set(tiers.OTHERS_STAND_FOR.values())
+    assert not stand & tiers.OTHERS_STAND_FOR.keys()
+    left = {name for name, tier in tiers.read_list().items() if tier == tiers.FULL_GRID}
+    assert not stand & left

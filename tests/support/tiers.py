@@ -7,13 +7,14 @@ And a test is left out because it takes long: `tests/slow_cases.txt` has those, 
     pytest -m "" --full-grid --measure times.tsv   CPU seconds of each test, as they end
     python tests/support/tiers.py times.tsv        writes tests/slow_cases.txt
 
-The list has all tests above LIMIT. Of the cases of one function (and compiler, of TPUs or of GPUs)
-the shortest stays in the default tier, or is slow where it takes more than LONGEST; the others run
-with `--full-grid` only. So `pytest` alone goes through nearly all functions, and with the slow tier
-through all.
+The list has all tests above LIMIT. Of the cases of one function the shortest stays in the default
+tier, or is slow where it takes more than LONGEST; the others run with `--full-grid` only. So
+`pytest` alone goes through nearly all functions, and with the slow tier through all but those of
+OTHERS_STAND_FOR.
 """
 
 import collections
+import itertools
 import os
 import pathlib
 import re
@@ -27,7 +28,6 @@ SLOW, FULL_GRID = "slow", "full_grid"
 LISTED = pathlib.Path(__file__).parents[1] / "slow_cases.txt"
 # What `pytest` stores where it collects all tests: the names of the list that no test has.
 WITHOUT_A_TEST = pytest.StashKey[list[str]]()
-_GPU = re.compile(r"\[.*(gpu|[hab][12]00)")
 _GROUP = re.compile(r"@[^\]]*$")  # of pytest-xdist, behind a name
 _LEFT_ALONE = (
     "tests/parity/test_parity.py",  # `parity_grid.quick` chooses
@@ -39,6 +39,53 @@ _LEFT_ALONE = (
     "tests/checkpoint/test_peft.py", "tests/evaluate/test_harness.py",
     "tests/pipeline/test_torch_orders.py",
 )  # fmt: skip
+
+
+# Long tests, most of them of a whole run, and which shorter ones go through the same code.
+OTHERS_STAND_FOR = {
+    "tests/aot/test_aot.py::test_what_fits_is_made_faster":
+        "tests/aot/test_budget.py::test_the_search_uses_the_budget",
+    "tests/aot/test_experts.py::test_gpus_compile_mixtures_in_bf16":
+        "tests/aot/test_experts.py::test_rows_travel_beside_other_work_and_kernels_multiply_them",
+    "tests/aot/test_layout_bytes.py::test_weights_gathered_in_fp8_are_half_the_bytes":
+        "tests/aot/test_layout_bytes.py::test_h100_multiplies_fp8_in_its_fp8_units",
+    "tests/checkpoint/test_checkpointer.py::test_written_by_two_processes_and_read_by_one_and_four":
+        "tests/end_to_end/test_processes.py::test_as_many_devices_in_other_processes",
+    "tests/checkpoint/test_quantized.py::test_resumed_on_another_mesh":
+        "tests/end_to_end/test_quantized_runs.py::test_codes_are_restored_on_every_mesh",
+    "tests/checkpoint/test_reshard.py::test_a_run_goes_on_where_it_was":
+        "tests/end_to_end/test_train.py::test_kill_and_resume",
+    "tests/compress/test_command.py::test_a_run_that_was_trained_as_integers":
+        "tests/compress/test_command.py::test_the_command_makes_a_smaller_run",
+    "tests/end_to_end/test_pruning.py::test_integers_killed_and_resumed_elsewhere":
+        "tests/end_to_end/test_pruning.py::test_killed_and_resumed_elsewhere",
+    "tests/end_to_end/test_tables.py::test_a_killed_run_goes_on_on_other_devices":
+        "tests/tables/test_late_training.py::"
+        "test_a_late_run_goes_on_bit_for_bit_and_on_other_devices",
+    "tests/end_to_end/test_train.py::test_a_run_with_the_optimizer_in_host_memory":
+        "tests/step/test_offload.py::test_it_is_restored_to_where_the_run_keeps_it",
+    "tests/end_to_end/test_train.py::test_another_strategy_in_the_middle_is_refused":
+        "tests/checkpoint/test_resume.py::test_another_strategy_is_refused_and_the_checkpoint_left",
+    "tests/end_to_end/test_train.py::test_fewer_and_more_replicas_go_on":
+        "tests/checkpoint/test_resume.py::test_the_one_before_may_be_of_other_replicas",
+    "tests/end_to_end/test_train.py::test_fp16_skips_what_overflows_and_goes_on_from_there":
+        "tests/checkpoint/test_resume.py::test_the_loss_scale_is_in_checkpoints",
+    "tests/end_to_end/test_train.py::test_killed_replicas_go_on_as_if_nothing_had_been":
+        "tests/end_to_end/test_train.py::test_kill_and_resume",
+    "tests/model/test_distillation.py::test_lists_train_alike_on_meshes":
+        "tests/model/test_distillation.py::test_meshes_train_alike",
+    "tests/model/test_distillation.py::test_relations_of_latent_attention_and_repeated_layers":
+        "tests/model/test_distillation.py::test_relations_train_alike_on_meshes",
+    "tests/model/test_quantized.py::test_rounding_shows_in_the_losses":
+        "tests/model/test_quantized.py::test_equals_numpy_in_value_and_gradients",
+    "tests/model/attention/test_triton.py::test_8b_with_packed_rows_takes_it":
+        "tests/aot/test_aot.py::test_every_family_compiles",
+    "tests/sync/test_bytes.py::test_an_exchange_beside_a_step_is_hidden_between_slices":
+        "tests/aot/test_layout_bytes.py::test_reductions_run_beside_compute",
+    "tests/tables/test_training.py::test_a_run_goes_on_bit_for_bit_and_on_other_devices":
+        "tests/tables/test_late_training.py::"
+        "test_a_late_run_goes_on_bit_for_bit_and_on_other_devices",
+}  # fmt: skip
 
 
 def full_grid(*values):
@@ -58,14 +105,19 @@ def by_tier(cases: Iterable[str], *, slow: Collection[str], full: Collection[str
 
 
 def mark_listed(items: Iterable[pytest.Item]) -> list[str]:
-    """Marks the tests of `LISTED`. Returns the names of the list that none of `items` has."""
-    listed = read_list()
+    """Marks the tests of `LISTED` and of OTHERS_STAND_FOR. Returns the names of both that none of
+    `items` has."""
+    listed, names = read_list(), set()
     for item in items:
+        function = item.nodeid.partition("[")[0]
+        names |= {item.nodeid, function}
         if item.nodeid in listed:
             item.add_marker(pytest.mark.slow)
-        if listed.get(item.nodeid) == FULL_GRID:
+        stood_for = {item.nodeid, function} & OTHERS_STAND_FOR.keys()
+        if stood_for or listed.get(item.nodeid) == FULL_GRID:
             item.add_marker(pytest.mark.full_grid)
-    return sorted(listed.keys() - {item.nodeid for item in items})
+    named = {*listed, *itertools.chain.from_iterable(OTHERS_STAND_FOR.items())}
+    return sorted(named - names)
 
 
 def group_by_file(items: Iterable[pytest.Item]) -> None:
@@ -92,7 +144,7 @@ def left_out(seconds: Mapping[str, float]) -> dict[str, str]:
     """The tests that `pytest` alone leaves out because of their CPU seconds, each with its tier."""
     functions = collections.defaultdict(list)
     for name in seconds:
-        functions[name.partition("[")[0], bool(_GPU.search(name))].append(name)
+        functions[name.partition("[")[0]].append(name)
     shortest = {min(cases, key=lambda name: seconds[name]) for cases in functions.values()}
     found = {}
     for name in sorted(seconds):

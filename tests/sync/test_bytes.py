@@ -1,5 +1,5 @@
-"""What replicas send over `data`, counted in compiled programs for TPU v5e and H100, which are not
-here; and that nothing changes on the axes within a replica."""
+"""What replicas send over `data`, counted in compiled programs: for the CPUs that are here, and for
+H100s and TPU v5e, which are not; and that nothing changes on the axes within a replica."""
 
 import functools
 import math
@@ -15,9 +15,8 @@ from llmx.plan import network
 from llmx.sync import sketch
 from llmx.sync.compressors import COMPRESSORS, Group
 
-pytestmark = pytest.mark.aot
-
 TOPOLOGIES = {"v5e": "v5e:2x4", "h100": "h100:2x4"}
+PLATFORMS = ("cpu", *TOPOLOGIES)
 MESH = (("data", 4), ("fsdp", 2))
 REPLICAS, SHARDS = 4, 2
 CONFIG = families.preset(
@@ -45,7 +44,7 @@ def program(
     optimizer: str = "adamw",
 ) -> tuple[program_lib.CostReport, object]:
     """Of the last phase, of a named phase, or of the outer step ("exchange"); and its recipe."""
-    topology = topologies.parse(TOPOLOGIES[platform])
+    topology = topologies.parse(TOPOLOGIES[platform]) if platform in TOPOLOGIES else None
     config = runs.make_config(
         CONFIG, mesh=dict(MESH), precision=policy, remat="full",
         attention__implementation="reference",  # compiles fast, and sends nothing
@@ -55,13 +54,14 @@ def program(
         sync__outer_format=outer_format, sync__overlap=phase.startswith("sending"),
         sync__uncompressed=uncompressed, sync__average_moments=average_moments,
     )  # fmt: skip
-    recipe = runs.make_recipe(config, devices=topologies.devices(topology))
+    devices = topologies.devices(topology) if topology else None
+    recipe = runs.make_recipe(config, devices)
     if phase == "exchange":
         with jax.set_mesh(recipe.mesh):
             lowered = runs.make_outer_steps(recipe)[0,].lower(recipe.abstract)
     else:
         lowered = runs.lower(recipe, phase or runs.phase(recipe, config.steps - 1))
-    compiled = topologies.compile(lowered, topology.platform)
+    compiled = topologies.compile(lowered, topology.platform if topology else "cpu")
     return program_lib.read(compiled.as_text(), MESH), recipe
 
 
@@ -77,21 +77,34 @@ def inner(platform: str, *args, **kwargs) -> int:
     return program_lib.wire_bytes(found.select(axes="fsdp"))
 
 
-# Compiled for both machines; the others for H100s, and for v5e, where each takes half a minute of a
-# core, with `pytest --full-grid`.
-ON_BOTH = {"mean", "int8"}
+def half_of_the_mean(platform: str) -> float:
+    """Bytes of a mean in 16 bits. CPUs add in fp32 only."""
+    return sent(platform, "mean") / 2 if platform == "cpu" else sent(platform, "mean", "bf16")
 
 
-def cases(*strategies: str, on_both=ON_BOTH) -> list:
-    """(platform, strategy); one worker has all tests of a platform, so programs compile once."""
-    found = []
-    for platform in TOPOLOGIES:
-        for strategy in strategies:
-            marks = [pytest.mark.xdist_group(platform)]
-            if platform == "v5e" and strategy not in on_both:
-                marks.append(pytest.mark.full_grid)
-            found.append(pytest.param(platform, strategy, marks=marks))
+# For every strategy the CPU's programs, which compile in a fifth of the time of others; of these two
+# by default, and the H100's too. All are compiled for all three with `pytest --full-grid`.
+ALSO_ON_GPUS = {"mean", "int8"}
+
+
+def marks(platform: str, strategy: str) -> list:
+    """One worker has all tests of a platform, so programs compile once."""
+    found = [pytest.mark.xdist_group(f"bytes {platform}")]
+    if platform == "cpu":
+        return found if strategy in ALSO_ON_GPUS else [*found, pytest.mark.slow]
+    found.append(pytest.mark.aot)
+    if platform == "v5e" or strategy not in ALSO_ON_GPUS:
+        found.append(pytest.mark.full_grid)
     return found
+
+
+def cases(*strategies: str) -> list:
+    """(platform, strategy)."""
+    return [
+        pytest.param(platform, strategy, marks=marks(platform, strategy))
+        for platform in PLATFORMS
+        for strategy in strategies
+    ]
 
 
 @pytest.mark.parametrize("platform, strategy", cases("mean"))
@@ -112,8 +125,7 @@ def test_one_bit_sends_a_thirtieth(platform, strategy):
     """Scales, norms and padding included."""
     bits = sent(platform, strategy)
     assert bits * 30 <= sent(platform, "mean")
-    if platform == "h100":
-        assert bits * 15 <= sent(platform, "mean", "bf16")
+    assert bits * 15 <= half_of_the_mean(platform)
 
 
 @pytest.mark.parametrize("platform, strategy", cases("zero_one"))
@@ -188,8 +200,8 @@ def test_outer_gradients_in_codes_send_a_share(platform, strategy, outer_format,
 @pytest.mark.parametrize(
     "platform, strategy",
     [
-        *cases("one_bit", on_both=()),
-        *(pytest.param(name, "int8", marks=pytest.mark.full_grid) for name in TOPOLOGIES),
+        *cases("one_bit"),
+        *(pytest.param(platform, "int8", marks=[pytest.mark.full_grid]) for platform in PLATFORMS),
     ],
 )
 def test_what_is_not_compressed_is_sent_in_full(platform, strategy):
@@ -212,7 +224,8 @@ def test_moments_are_sent_in_full(platform, strategy):
     assert found == pytest.approx(3 * sent(platform, "mean"), rel=FORMULA - 1)
 
 
-@pytest.mark.xdist_group("v5e")
+@pytest.mark.aot
+@pytest.mark.xdist_group("bytes v5e")
 def test_an_exchange_beside_a_step_is_hidden_between_slices():
     """Both of its messages, over the data-center network: the compiler computes beside them."""
     topology = topologies.parse("4@v5e:2x2")
@@ -257,10 +270,10 @@ def test_compressed_tensors_travel_together(platform, strategy):
     assert arrays == pytest.approx(messages[0] * (1 if two_phases else REPLICAS), rel=1e-3)
 
 
-@pytest.mark.parametrize("platform, strategy", cases("one_bit", on_both=()))
+@pytest.mark.parametrize("platform, strategy", cases("one_bit"))
 def test_a_whole_run_sends_a_fifth_of_fp16(platform, strategy):
     """The paper's claim (arXiv 2102.02888): with 15% warm-up 4.9 times less than a mean in 16
     bits; but for the sketch of a norm, a hundredth here, which does not grow with a model."""
-    half = sent(platform, "mean", "bf16")
+    half = half_of_the_mean(platform)
     run = 0.15 * half + 0.85 * (sent(platform, strategy) - SKETCH)
     assert half / run >= 4.9
