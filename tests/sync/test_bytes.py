@@ -82,8 +82,8 @@ def half_of_the_mean(platform: str) -> float:
     return sent(platform, "mean") / 2 if platform == "cpu" else sent(platform, "mean", "bf16")
 
 
-# For every strategy the CPU's programs, which compile in a fifth of the time of others; of these two
-# by default, and the H100's too. All are compiled for all three with `pytest --full-grid`.
+# For every strategy the CPU's programs, which compile in a fifth of the time; of these two by
+# default, and the H100's too. All are compiled for all three with `pytest --full-grid`.
 ALSO_ON_GPUS = {"mean", "int8"}
 
 
