@@ -44,6 +44,7 @@ OF_ADAMW = 7.0
 # Rows of the report.
 PRODUCTS, ATTENTION, MOVES = "products of layers", "attention", "elementwise"
 SAVES = "saves"  # an operator of `MOVES`
+WEIGHT_GRADIENT = "weight gradient"  # the last words of a product's name
 HEAD, UPDATE, NEW_MEMORY = "head and loss", "optimizer", "new memory"
 
 
@@ -98,10 +99,12 @@ class Moved:
     sums: float  # of gradient buffers, with accumulation
     attention_backward: float  # FLOPs of attention's backward pass, as a multiple of the forward's
     least: float = 0.0  # seconds that an operator takes at least, of which `start` knows nothing
-    # Of pipelines (`plan.slots`), over bytes of a microbatch: passes in each tick with branches,
-    # and in each FORWARD whose layers save all.
+    # Of pipelines (`plan.slots`), over bytes of a microbatch: passes in each tick with branches; of
+    # what each FORWARD saves, and the same where its layers save all; and of its factors.
     branches: float = 0.0
+    of_slots: float = 0.0
     unlike_slots: float = 0.0
+    of_factors: float = 0.0
     blocks: bool = False  # attention computes whole blocks of scores (`attention.blockwise`)
     copies: float = 0.0  # of all layers' moments, in each turn of the update's loop over layers
     fresh: bool = False  # what a step holds is new memory
@@ -119,7 +122,7 @@ GPU = Moved(
     rounded=13.0, launches=(25.0, 45.0), of_rounding=7.5,
     of_loss=(30.0, 14.0), of_update=10.0, logits=14.0, lookups=3.0, tied=2.0, cuts=6.0, norms=1.0,
     update=6.5, sums=2.0, attention_backward=3.5, alone=(1.5, 0.0),
-    branches=4.5, unlike_slots=6.0,
+    branches=3.0, of_slots=3.5, unlike_slots=11.0, of_factors=8.5,
 )  # fmt: skip
 TPU = Moved(
     mlp=(0.0, 0.0), stream=(10.0, 16.0), heads=(18.0, 45.0), normed=(4.0, 6.0), ring=60.0,
@@ -292,7 +295,7 @@ def _products(device: _Device) -> Iterator[Operator]:
         shape = (tokens, left, right)
         yield device.product(name, PRODUCTS, BACKWARD, shape, backward, role="input gradient")
         shape = (left, right, tokens)
-        yield device.product(name, PRODUCTS, BACKWARD, shape, backward, role="weight gradient")
+        yield device.product(name, PRODUCTS, BACKWARD, shape, backward, role=WEIGHT_GRADIENT)
 
 
 def _of_experts(device: _Device) -> Iterator[Operator]:
@@ -470,7 +473,7 @@ def _loss(device: _Device) -> Iterator[Operator]:
     shape = (tokens, width, rows / chunks)
     yield device.product("head", HEAD, LOSS, shape, dtype, each, "input gradient")
     shape = (rows / chunks, width, tokens)
-    yield device.product("head", HEAD, LOSS, shape, dtype, each, "weight gradient")
+    yield device.product("head", HEAD, LOSS, shape, dtype, each, WEIGHT_GRADIENT)
     moved = device.moved.logits * tokens * rows
     of_microbatch, of_chunk = device.moved.of_loss
     launches = of_microbatch + of_chunk * chunks

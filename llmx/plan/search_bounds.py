@@ -182,7 +182,7 @@ class Bounds:
         weight = sum(
             one.seconds * one.count
             for one in listed
-            if one.moment == BACKWARD and one.name.endswith("weight gradient")
+            if one.moment == BACKWARD and one.name.endswith(operators.WEIGHT_GRADIENT)
         )
         products = sum(one.flops for one in listed if one.moment == LOSS)
         return Layer(
@@ -222,7 +222,7 @@ class Bounds:
         for one in inner:
             if one.size > 1 and one.count:
                 seconds = hosts.seconds(one) if hosts else self._on_all_links(one)
-                total += seconds * one.count * step_time.share(one, overlap, turns)
+                total += seconds * one.count * step_time.least_share(one, overlap, turns)
         return total
 
     def _on_all_links(self, message: traffic.Message) -> float:

@@ -1,9 +1,9 @@
 """What pipelines move between slots and layers, beside what layers themselves do.
 
-Ticks that take branches read and write the slots of saved activations and of factors whichever
-branch is taken, and so does what a branch returns. And layers that save everything write it in
-other layouts than slots have it in. Other programs update slots in place, in what computes them.
-Counted in programs of GPUs alone.
+What a FORWARD saves is written to a slot, and read from it; so are the factors of deferred weight
+gradients. Layers that save everything write it in other layouts than slots have it in. And ticks
+that take branches read and write the slots whichever branch is taken, and so does what a branch
+returns. Counted in programs of GPUs alone.
 """
 
 from llmx.config import tick_arrays, utilization
@@ -16,14 +16,14 @@ def of(counted: Sizes, core: Core, moved: Moved, deferred: float) -> list[Operat
     """The operator of a resolved run's step, if there is one. `deferred`: the share of layers whose
     weight gradients are deferred."""
     run = counted.run
-    if run.mesh.stage == 1 or not (moved.branches or moved.unlike_slots):
+    if run.mesh.stage == 1 or not moved.branches:
         return []
     layers = round(deferred * max(utilization.chunks_of(run)))
     held = tick_arrays.of(run, layers, on_gpu=core.chip.is_gpu)
     table = held.program.table
     found = moved.branches * table.num_mixed * (held.saved_by_forward + held.factors)
-    if held.saves_all:
-        passes = run.batch.accumulation * table.chunks_per_stage
-        found += moved.unlike_slots * passes * held.saved
+    of_saved = moved.unlike_slots if held.saves_all else moved.of_slots
+    passes = run.batch.accumulation * table.chunks_per_stage
+    found += passes * (of_saved * held.saved + moved.of_factors * held.factors)
     seconds = found / core.bandwidth
     return [Operator("slots", MOVES, ENDS, seconds, bytes=found)] if found else []

@@ -6,7 +6,8 @@ compiled programs do not hide is added:
 
     weights, gradients of layers   hidden behind the layer before: what is beyond the layers' own
                                    time, and what the first and last layer wait for
-    activations over `tensor`      not hidden by one group of tokens; of several that take turns
+    activations over `tensor`      hidden on GPUs by what a layer computes without them; elsewhere
+                                   not hidden by one group of tokens, and of several that take turns
                                    half of one group's
     all others                     a share, read from the programs of each compiler: `TPU`, `GPU`
 
@@ -27,9 +28,9 @@ from llmx.pipeline.simulate import Timeline
 from llmx.plan import exchange, experts, operators, routes, sizes, slots
 from llmx.plan import passes as passes_lib
 from llmx.plan.machines import Machine
-from llmx.plan.operators import BACKWARD, ENDS, FORWARD, LOSS, Operator
+from llmx.plan.operators import BACKWARD, ENDS, FORWARD, LOSS, WEIGHT_GRADIENT, Operator
 from llmx.plan.sizes import Sizes
-from llmx.plan.traffic import Message
+from llmx.plan.traffic import HALVES, Message
 from llmx.runtime import compiler_options, hardware
 
 
@@ -47,7 +48,12 @@ class Overlap:
     heads: float  # of Ulysses' exchanges
     rows: float  # of rows on their way to experts and back
     wide: float  # of gradients of layers in more bytes than the compute dtype's
+    wide_of_pass: float  # the same in pipelines
+    stages: float  # of what stages send each other
     scatters_stop: bool = False  # reduce-scatters stop the core
+    # Activations that are gathered and summed over `tensor` travel beside what is computed without
+    # them: see `_Waits._of_activations`.
+    beside: bool = False
 
 
 # Of the programs in tests/golden/programs.jsonl (jax 0.10.2, libtpu 0.0.42.1).
@@ -61,10 +67,12 @@ TPU = Overlap(
     heads=1.0,
     rows=0.8,
     wide=0.0,
+    wide_of_pass=0.0,
+    stages=1.0,
 )
 GPU = Overlap(
     edge=0.1,
-    edge_of_pass=3.5,
+    edge_of_pass=0.8,
     ahead=True,
     once=0.3,
     step=0.6,
@@ -72,6 +80,9 @@ GPU = Overlap(
     heads=0.5,
     rows=1.0,
     wide=0.88,
+    wide_of_pass=0.3,
+    stages=0.2,
+    beside=True,
 )
 
 
@@ -86,6 +97,8 @@ CPU = Overlap(
     heads=1.0,
     rows=1.0,
     wide=1.0,
+    wide_of_pass=1.0,
+    stages=1.0,
 )
 
 _ON_SPARSE_CORES = "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter"
@@ -235,7 +248,7 @@ def _operations(table: Table, listed: Sequence[Operator], deferred: float) -> di
         weight = deferred * sum(
             one.seconds * one.count
             for one in listed
-            if one.moment == BACKWARD and one.name.endswith("weight gradient")
+            if one.moment == BACKWARD and one.name.endswith(WEIGHT_GRADIENT)
         )
     return {"forward": forward, "backward": backward - weight, "weight": weight}
 
@@ -259,6 +272,14 @@ def _ticks(table: Table) -> dict[tuple[int, ...], int]:
     """How many ticks have these kinds of operations, over all stages: they take as long as the
     longest, because stages meet at each end."""
     return collections.Counter(tuple(sorted({*row.tolist()})) for row in table.kind)
+
+
+def least_share(one: Message, overlap: Overlap, turns: int) -> float:
+    """At least this share of a message's time is waited for, of a run that makes nothing again."""
+    if one.purpose == "activations" and turns == 1 and overlap.beside:
+        # The first of four gathers of a layer, forward and backward, see `_Waits._of_activations`.
+        return 0.25 if one.kind == "all-gather" else 0.0
+    return share(one, overlap, turns)
 
 
 def share(one: Message, overlap: Overlap, turns: int) -> float:
@@ -304,8 +325,7 @@ class _Waits:
             if self._is_hidden(one):
                 layers[axes] = layers.get(axes, 0.0) + seconds
             else:
-                waited = seconds * share(one, self.overlap, self.turns)
-                found[axes] = found.get(axes, 0.0) + waited
+                found[axes] = found.get(axes, 0.0) + self._alone(one, seconds)
         for axes, seconds in layers.items():
             found[axes] = found.get(axes, 0.0) + self._edges(seconds)
         total = sum(layers.values())
@@ -315,6 +335,48 @@ class _Waits:
         # No longer than the messages take: a pipeline's edges may be more than all its layers.
         found = {axes: min(seconds, sums[axes]) for axes, seconds in found.items()}
         return {axes: seconds for axes, seconds in found.items() if seconds > 0}
+
+    def _alone(self, one: Message, seconds: float) -> float:
+        """What is waited for of a message that no layer hides."""
+        overlap, stages = self.overlap, self.counted.run.mesh.stage
+        if stages > 1 and "stage" in one.axes:
+            return seconds * overlap.stages
+        if stages > 1 and one.purpose == "gradients" and one.kind == "reduce-scatter":
+            return seconds * (1.0 if overlap.scatters_stop else overlap.wide_of_pass)
+        if overlap.beside and self.turns == 1 and one.purpose == "activations":
+            return min(seconds, self._of_activations(one, seconds / one.count))
+        return seconds * share(one, overlap, self.turns)
+
+    def _of_activations(self, one: Message, seconds: float) -> float:
+        """Of messages over `tensor`, each of so many seconds.
+
+        A layer gathers before attention and before its MLP, and sums behind both. Forward nothing
+        hides its first gather; casts of the MLP's weights hide the second, and writes of what is
+        saved the sums. Backward, products of weight gradients hide half of their time of the
+        messages. What is run again has the gathers of a forward pass; its sums are waited for.
+        """
+        each = self._seconds_of_layer
+        forward, backward = (
+            of * self.passes.layers for of in (self.passes.forward, self.passes.backward)
+        )
+        again = max(0.0, one.count - HALVES * (forward + backward))
+        sent = HALVES * seconds * backward
+        waited = max(0.0, sent - each(BACKWARD, WEIGHT_GRADIENT) * backward / 2)
+        if one.kind == "all-gather":
+            first = min(again, backward)
+            waited += seconds * (forward + first)
+            waited += forward * max(0.0, seconds - each(FORWARD, "weights"))
+            return waited + (again - first) * max(0.0, seconds - each(BACKWARD, "weights"))
+        waited += forward * max(0.0, HALVES * seconds - each(FORWARD, operators.SAVES))
+        return waited + again * seconds
+
+    def _seconds_of_layer(self, moment: str, name: str) -> float:
+        """Of a layer's operators whose names end so."""
+        return sum(
+            one.seconds * one.count
+            for one in self.listed
+            if one.moment == moment and one.name.endswith(name)
+        )
 
     def _is_hidden(self, one: Message) -> bool:
         """Whether it travels beside the layer before or behind it."""
