@@ -659,7 +659,8 @@ def main(argv: list[str] | None = None) -> int:
     command.add_argument("--keep", metavar="DIR", help="where the inputs of findings are kept")
     args = command.parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    # Bytecode of config files would be written to wherever the environment keeps it.
+    # The environment may keep bytecode of config files elsewhere: that would be found as a write
+    # outside the worker's folder.
     sys.dont_write_bytecode = True
     # Imported once, before the fork; no backend of jax is started.
 

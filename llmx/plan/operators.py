@@ -43,7 +43,8 @@ OF_ADAMW = 7.0
 
 # Rows of the report.
 PRODUCTS, ATTENTION, MOVES = "products of layers", "attention", "elementwise"
-SAVES = "saves"  # an operator of `MOVES`
+SAVES, WEIGHTS = "saves", "weights"  # operators of `MOVES`: of weights casts and copies
+AGAIN = " again"  # the last word of the name of what the backward pass runs again of these
 WEIGHT_GRADIENT = "weight gradient"  # the last words of a product's name
 HEAD, UPDATE, NEW_MEMORY = "head and loss", "optimizer", "new memory"
 
@@ -99,12 +100,11 @@ class Moved:
     sums: float  # of gradient buffers, with accumulation
     attention_backward: float  # FLOPs of attention's backward pass, as a multiple of the forward's
     least: float = 0.0  # seconds that an operator takes at least, of which `start` knows nothing
-    # Of pipelines (`plan.slots`), over bytes of a microbatch: passes in each tick with branches; of
-    # what each FORWARD saves, and the same where its layers save all; and of its factors.
-    branches: float = 0.0
-    of_slots: float = 0.0
-    unlike_slots: float = 0.0
-    of_factors: float = 0.0
+    # Of pipelines (`plan.slots`), passes over bytes of a microbatch:
+    branches: float = 0.0  # in each tick with branches, of what is saved and of factors
+    of_slots: float = 0.0  # of what layers save, once for each FORWARD
+    unlike_slots: float = 0.0  # the same where layers save everything
+    of_factors: float = 0.0  # of deferred weight gradients, once for each FORWARD
     blocks: bool = False  # attention computes whole blocks of scores (`attention.blockwise`)
     copies: float = 0.0  # of all layers' moments, in each turn of the update's loop over layers
     fresh: bool = False  # what a step holds is new memory
@@ -404,7 +404,7 @@ def _moves(device: _Device) -> Iterator[Operator]:
     share = _run_again(device)
     for name, num_bytes, launches in _moved(device, 0):
         starts = launches * device.turns
-        one = device.move(f"{name} again", BACKWARD, num_bytes, launches=starts)
+        one = device.move(name + AGAIN, BACKWARD, num_bytes, launches=starts)
         # What a layer saved is saved once more only where it is run again as a part of a segment.
         yield one._replace(count=device.whole_again if name == SAVES else share)
 
@@ -432,7 +432,7 @@ def _moved(device: _Device, index: int) -> Iterator[tuple[str, float, float]]:
     yield "heads", head_passes * number * sizes.tokens * heads / tensor, 1.0
     passes = (is_one_device(sizes.run) and moved.alone) or moved.shares
     weights = moved.weights[index] * number * of_layer + passes[index] * FP32 * shares
-    yield "weights", weights, moved.launches[index]
+    yield WEIGHTS, weights, moved.launches[index]
     if (steps := device.sizes.rings) > 1:
         queries = number * sizes.tokens * model.num_heads * model.head_dim / tensor
         yield "ring", moved.ring * steps * queries * (2 / 3 if index else 1 / 3), 1.0

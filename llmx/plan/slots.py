@@ -1,9 +1,10 @@
 """What pipelines move between slots and layers, beside what layers themselves do.
 
-What a FORWARD saves is written to a slot, and read from it; so are the factors of deferred weight
-gradients. Layers that save everything write it in other layouts than slots have it in. And ticks
-that take branches read and write the slots whichever branch is taken, and so does what a branch
-returns. Counted in programs of GPUs alone.
+What a layer has saved when it is differentiated was written to a slot, or is made of what was, and
+is read from there; so are the factors of deferred weight gradients. Layers that save everything
+write it in other layouts than slots have it in. And ticks that take branches read and write the
+slots whichever branch is taken, and so does what a branch returns. Counted in programs of GPUs
+alone.
 """
 
 from llmx.config import tick_arrays, utilization
@@ -16,7 +17,7 @@ def of(counted: Sizes, core: Core, moved: Moved, deferred: float) -> list[Operat
     """The operator of a resolved run's step, if there is one. `deferred`: the share of layers whose
     weight gradients are deferred."""
     run = counted.run
-    if run.mesh.stage == 1 or not moved.branches:
+    if run.mesh.stage == 1 or not moved.of_slots:
         return []
     layers = round(deferred * max(utilization.chunks_of(run)))
     held = tick_arrays.of(run, layers, on_gpu=core.chip.is_gpu)
@@ -26,4 +27,4 @@ def of(counted: Sizes, core: Core, moved: Moved, deferred: float) -> list[Operat
     passes = run.batch.accumulation * table.chunks_per_stage
     found += passes * (of_saved * held.saved + moved.of_factors * held.factors)
     seconds = found / core.bandwidth
-    return [Operator("slots", MOVES, ENDS, seconds, bytes=found)] if found else []
+    return [Operator("slots", MOVES, ENDS, seconds, bytes=found)]

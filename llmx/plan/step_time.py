@@ -6,9 +6,9 @@ compiled programs do not hide is added:
 
     weights, gradients of layers   hidden behind the layer before: what is beyond the layers' own
                                    time, and what the first and last layer wait for
-    activations over `tensor`      hidden on GPUs by what a layer computes without them; elsewhere
-                                   not hidden by one group of tokens, and of several that take turns
-                                   half of one group's
+    activations over `tensor`      of several groups of tokens that take turns half of one group's;
+                                   of one group all, but on GPUs what a layer computes without them
+                                   hides the others
     all others                     a share, read from the programs of each compiler: `TPU`, `GPU`
 
 On the links of one kind messages take turns: what they take longer there than the step computes is
@@ -25,7 +25,7 @@ from llmx.config.axes import gathers_ahead
 from llmx.pipeline import schedule, simulate
 from llmx.pipeline.schedule import KINDS, Table
 from llmx.pipeline.simulate import Timeline
-from llmx.plan import exchange, experts, operators, routes, sizes, slots
+from llmx.plan import exchange, experts, operators, routes, sizes, slots, traffic
 from llmx.plan import passes as passes_lib
 from llmx.plan.machines import Machine
 from llmx.plan.operators import BACKWARD, ENDS, FORWARD, LOSS, WEIGHT_GRADIENT, Operator
@@ -48,8 +48,8 @@ class Overlap:
     heads: float  # of Ulysses' exchanges
     rows: float  # of rows on their way to experts and back
     wide: float  # of gradients of layers in more bytes than the compute dtype's
-    wide_of_pass: float  # the same in pipelines
-    stages: float  # of what stages send each other
+    wide_in_pipelines: float
+    stages: float  # of what is sent over `stage`
     scatters_stop: bool = False  # reduce-scatters stop the core
     # Activations that are gathered and summed over `tensor` travel beside what is computed without
     # them: see `_Waits._of_activations`.
@@ -67,7 +67,7 @@ TPU = Overlap(
     heads=1.0,
     rows=0.8,
     wide=0.0,
-    wide_of_pass=0.0,
+    wide_in_pipelines=0.0,
     stages=1.0,
 )
 GPU = Overlap(
@@ -80,7 +80,7 @@ GPU = Overlap(
     heads=0.5,
     rows=1.0,
     wide=0.88,
-    wide_of_pass=0.3,
+    wide_in_pipelines=0.3,
     stages=0.2,
     beside=True,
 )
@@ -97,7 +97,7 @@ CPU = Overlap(
     heads=1.0,
     rows=1.0,
     wide=1.0,
-    wide_of_pass=1.0,
+    wide_in_pipelines=1.0,
     stages=1.0,
 )
 
@@ -276,16 +276,20 @@ def _ticks(table: Table) -> dict[tuple[int, ...], int]:
 
 def least_share(one: Message, overlap: Overlap, turns: int) -> float:
     """At least this share of a message's time is waited for, of a run that makes nothing again."""
-    if one.purpose == "activations" and turns == 1 and overlap.beside:
-        # The first of four gathers of a layer, forward and backward, see `_Waits._of_activations`.
-        return 0.25 if one.kind == "all-gather" else 0.0
-    return share(one, overlap, turns)
+    found = share(one, overlap, turns)
+    if one.purpose == "activations" and overlap.beside:
+        # Schedules may allow no turns: then the first of four gathers of a layer, forward and
+        # backward, see `_Waits._of_activations`.
+        return min(found, 0.25 if one.kind == "all-gather" else 0.0)
+    # Of pipelines over `stage` too.
+    return min(found, overlap.stages) if one.purpose == "sums of the loss" else found
 
 
 def share(one: Message, overlap: Overlap, turns: int) -> float:
     """The share of a message's time that the core waits for, where no layer hides it.
 
-    `turns`: groups of tokens, of `recipe.turns_of`.
+    `turns`: groups of tokens, of `recipe.turns_of`. Of pipelines, and of one group on GPUs,
+    `_Waits._alone` says more.
     """
     if overlap.scatters_stop and one.kind == "reduce-scatter":
         return 1.0
@@ -339,44 +343,51 @@ class _Waits:
     def _alone(self, one: Message, seconds: float) -> float:
         """What is waited for of a message that no layer hides."""
         overlap, stages = self.overlap, self.counted.run.mesh.stage
+        if overlap.scatters_stop and one.kind == "reduce-scatter":
+            return seconds
         if stages > 1 and "stage" in one.axes:
             return seconds * overlap.stages
         if stages > 1 and one.purpose == "gradients" and one.kind == "reduce-scatter":
-            return seconds * (1.0 if overlap.scatters_stop else overlap.wide_of_pass)
+            return seconds * overlap.wide_in_pipelines
         if overlap.beside and self.turns == 1 and one.purpose == "activations":
-            return min(seconds, self._of_activations(one, seconds / one.count))
+            return self._of_activations(one, seconds / one.count)
         return seconds * share(one, overlap, self.turns)
 
     def _of_activations(self, one: Message, seconds: float) -> float:
         """Of messages over `tensor`, each of so many seconds.
 
         A layer gathers before attention and before its MLP, and sums behind both. Forward nothing
-        hides its first gather; casts of the MLP's weights hide the second, and writes of what is
-        saved the sums. Backward, products of weight gradients hide half of their time of the
-        messages. What is run again has the gathers of a forward pass; its sums are waited for.
+        hides its first gather; casts of weights hide the second, and writes of what is saved the
+        sums. Backward, gathers and sums are hidden behind half of the products of weight gradients
+        each, all-reduces behind all. Of what is run again half the gathers are first ones, casts
+        hide the others, and sums are waited for, as are the messages of lookups and head.
         """
-        each = self._seconds_of_layer
-        forward, backward = (
-            of * self.passes.layers for of in (self.passes.forward, self.passes.backward)
-        )
-        again = max(0.0, one.count - HALVES * (forward + backward))
-        sent = HALVES * seconds * backward
-        waited = max(0.0, sent - each(BACKWARD, WEIGHT_GRADIENT) * backward / 2)
-        if one.kind == "all-gather":
-            first = min(again, backward)
-            waited += seconds * (forward + first)
-            waited += forward * max(0.0, seconds - each(FORWARD, "weights"))
-            return waited + (again - first) * max(0.0, seconds - each(BACKWARD, "weights"))
-        waited += forward * max(0.0, HALVES * seconds - each(FORWARD, operators.SAVES))
-        return waited + again * seconds
+        sent = traffic.halves(self.counted, self.passes)
+        gathers = one.kind == "all-gather"
+        again = sent.gathered_again if gathers else sent.summed_again
+        ends = one.count - sent.forward - sent.backward - again
+        products = self._work(BACKWARD, WEIGHT_GRADIENT) * (1 if one.kind == "all-reduce" else 0.5)
+        waited = seconds * ends + max(0.0, seconds * sent.backward - products)
+        if not gathers:
+            saves = self._work(FORWARD, operators.SAVES)
+            return waited + max(0.0, seconds * sent.forward - saves) + seconds * again
+        for number, casts in (
+            (sent.forward, self._work(FORWARD, operators.WEIGHTS)),
+            (again, self._work(BACKWARD, operators.WEIGHTS + operators.AGAIN)),
+        ):
+            half = seconds * number / HALVES
+            waited += half + max(0.0, half - casts)
+        return waited
 
-    def _seconds_of_layer(self, moment: str, name: str) -> float:
-        """Of a layer's operators whose names end so."""
-        return sum(
+    def _work(self, moment: str, name: str) -> float:
+        """Seconds of a step in operators of layers whose names end so."""
+        passes = self.passes.forward if moment == FORWARD else self.passes.backward
+        of_layer = sum(
             one.seconds * one.count
             for one in self.listed
             if one.moment == moment and one.name.endswith(name)
         )
+        return passes * self.passes.layers * of_layer
 
     def _is_hidden(self, one: Message) -> bool:
         """Whether it travels beside the layer before or behind it."""

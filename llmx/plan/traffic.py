@@ -20,6 +20,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
@@ -408,15 +409,33 @@ HALVES = 2
 SUMS_OF_LOSS = 3
 
 
+class Halves(NamedTuple):
+    """How often a device gathers before half blocks, and sums behind them, in a step."""
+
+    forward: float
+    backward: float
+    gathered_again: float  # for what the backward pass runs again
+    summed_again: float
+
+
+def halves(sizes: Sizes, passes: Passes) -> Halves:
+    run, repeats = sizes.run, sizes.run.model.repeats
+    policies = remat_costs.policies(run.model, remat.inside(run.remat))[: passes.layers]
+    of_pass = HALVES * passes.layers * repeats
+    again = HALVES * _layers_again(run)
+    gathered = again + sum(map(_gathered_again, policies))
+    summed = again + sum(_summed_again(run.model, of) for of in policies)
+    return Halves(
+        passes.forward * of_pass, passes.backward * of_pass,
+        passes.backward * gathered * repeats, passes.backward * summed * repeats,
+    )  # fmt: skip
+
+
 def over_tensor(sizes: Sizes, passes: Passes) -> Iterator[Message]:
     """Activations [tokens, D]: before and behind each half block, lookup and head."""
-    run = sizes.run
-    policies = remat_costs.policies(run.model, remat.inside(run.remat))[: passes.layers]
-    halves = (passes.forward + passes.backward) * HALVES * passes.layers
-    halves += passes.backward * HALVES * _layers_again(run)
-    gathered = halves + passes.backward * sum(map(_gathered_again, policies))
-    summed = halves + passes.backward * sum(_summed_again(run.model, of) for of in policies)
-    gathered, summed = gathered * run.model.repeats, summed * run.model.repeats
+    run, of = sizes.run, halves(sizes, passes)
+    gathered = of.forward + of.backward + of.gathered_again
+    summed = of.forward + of.backward + of.summed_again
     x_bytes = sizes.compute_bytes * sizes.tokens * run.model.width
     kinds = {
         "all-gather": gathered + passes.lookup_gradients + passes.heads,

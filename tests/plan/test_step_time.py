@@ -26,6 +26,7 @@ from llmx.plan import (
     step_time,
     traffic,
 )
+from llmx.plan import passes as passes_lib
 from llmx.plan.operators import BACKWARD, FORWARD, LOSS
 from llmx.plan.traffic import Message
 
@@ -172,7 +173,8 @@ def test_messages_on_a_torus_take_the_axes_that_jax_gives_them():
 
 
 def test_what_is_waited_for():
-    """Of tensor parallelism all, or half of one turn; of others what the programs hide."""
+    """Of tensor parallelism all, or half of one turn; of others what the programs hide. (GPUs hide
+    more where there are no turns: below.)"""
     message = lambda purpose, kind="all-gather": Message(purpose, kind, ("a",), 1.0, 1.0, 2)  # noqa: E731
     for overlap in (step_time.TPU, step_time.GPU):
         activations = [step_time.share(message("activations"), overlap, n) for n in (1, 2, 4)]
@@ -180,6 +182,46 @@ def test_what_is_waited_for():
         assert step_time.share(message("heads"), overlap, 1) == overlap.heads
         assert step_time.share(message("updated parameters"), overlap, 1) == overlap.once
         assert step_time.share(message("exchange"), overlap, 1) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "kind", "waited"),
+    [
+        # Of N passes over layers each way, with messages of a second: first gathers, the others
+        # behind 0.3 s of casts; 2 N of the backward pass behind half of 1.2 s; sums behind 0.5 s.
+        (dict(remat="none"), "all-gather", 1 + 0.7 + (2 - 0.6)),
+        (dict(remat="none"), "reduce-scatter", (2 - 0.5) + (2 - 0.6)),
+        # Run again: both gathers, one behind 0.2 s of casts, and attention's sum.
+        (dict(remat="full"), "all-gather", 1 + 0.7 + (2 - 0.6) + 1 + 0.8),
+        (dict(remat="full"), "reduce-scatter", (2 - 0.5) + (2 - 0.6) + 1),
+        # All-reduces are alone behind products of weight gradients.
+        (dict(remat="full", sharding__sequence_parallel=False), "all-reduce", 1.5 + 0.8 + 1),
+    ],
+)
+@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_what_hides_activations_on_gpus(keys, kind, waited, microbatches, repeats):
+    run = _resolved(
+        mesh__tensor=2, batch__accumulation=microbatches, model__repeats=repeats,
+        **keys,
+    )  # fmt: skip
+    counted, passes = sizes.of(run), passes_lib.of(run)
+    seconds = [
+        ("query weight gradient", BACKWARD, 0.5), ("out weight gradient", BACKWARD, 0.7),
+        ("weights", FORWARD, 0.3), ("weights again", BACKWARD, 0.2), ("weights", BACKWARD, 9.0),
+        ("saves", FORWARD, 0.5), ("saves", BACKWARD, 9.0), ("query forward", FORWARD, 9.0),
+    ]  # fmt: skip
+    listed = [operators.Operator(name, "", moment, of, repeats) for name, moment, of in seconds]
+    waits = step_time._Waits(counted, passes, listed, step_time.GPU, 1)
+    (one,) = (of for of in traffic.over_tensor(counted, passes)
+              if (of.kind, of.purpose) == (kind, "activations"))  # fmt: skip
+    layers = microbatches * repeats * run.model.num_layers
+    ends = 2 * microbatches  # of a lookup and of the head
+    assert waits._alone(one, one.count) == pytest.approx(layers * waited + ends)
+    # The search's bound is none above that, with or without turns.
+    for turns in (1, 2) if keys["remat"] == "none" else ():
+        least = step_time.least_share(one, step_time.GPU, turns) * one.count
+        assert least <= waits._alone(one, one.count)
 
 
 def test_slices_are_joined_by_their_network():

@@ -272,21 +272,22 @@ def has_experts(row: dict) -> bool:
 def last_of_cover() -> list[dict]:
     """The rows with `--full-grid` only. The others have every value and four of five pairs: those
     that have most new pairs for what they cost."""
-    chosen, left = quick(), [row for row in cover().rows if row not in quick()]
-    values = {item for row in cover().rows for item in row.items()}
-    pairs = set().union(*map(pairwise.pairs_of, cover().rows))
+    chosen = quick()
+    left = [row for row in cover().rows if row not in chosen]
+    all_pairs = set().union(*map(pairwise.pairs_of, cover().rows))
+    all_values = {item for row in cover().rows for item in row.items()}
+    met = set().union(*map(pairwise.pairs_of, chosen))
+    values = {item for row in chosen for item in row.items()}
 
     def gain(row: dict) -> tuple[bool, float]:
         new = len(pairwise.pairs_of(row) - met)
-        return bool(new_values & set(row.items())), new / cost(row)
+        return not values >= set(row.items()), new / cost(row)
 
-    met = set().union(*map(pairwise.pairs_of, chosen))
-    while len(met) < SHARE * len(pairs):
-        new_values = values - {item for row in chosen for item in row.items()}
+    while len(met) < SHARE * len(all_pairs) or values < all_values:
         best = max(left, key=gain)
         left.remove(best)
-        chosen.append(best)
         met |= pairwise.pairs_of(best)
+        values |= set(best.items())
     return left
 
 

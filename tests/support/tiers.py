@@ -14,7 +14,6 @@ OTHERS_STAND_FOR.
 """
 
 import collections
-import itertools
 import os
 import pathlib
 import re
@@ -41,50 +40,51 @@ _LEFT_ALONE = (
 )  # fmt: skip
 
 
-# Long tests, most of them of a whole run, and which shorter ones go through the same code.
+# Long tests, and which shorter ones go through most of the same code. Only with `--full-grid`: what
+# a comment says.
 OTHERS_STAND_FOR = {
+    # The remedies that `aot` tries one after the other.
     "tests/aot/test_aot.py::test_what_fits_is_made_faster":
         "tests/aot/test_budget.py::test_the_search_uses_the_budget",
+    # A mixture compiled for GPUs.
     "tests/aot/test_experts.py::test_gpus_compile_mixtures_in_bf16":
         "tests/aot/test_experts.py::test_rows_travel_beside_other_work_and_kernels_multiply_them",
+    # Bytes of gathers in fp8.
     "tests/aot/test_layout_bytes.py::test_weights_gathered_in_fp8_are_half_the_bytes":
         "tests/aot/test_layout_bytes.py::test_h100_multiplies_fp8_in_its_fp8_units",
-    "tests/checkpoint/test_checkpointer.py::test_written_by_two_processes_and_read_by_one_and_four":
-        "tests/end_to_end/test_processes.py::test_as_many_devices_in_other_processes",
+    # A run of integers with stages in its checkpoint.
     "tests/checkpoint/test_quantized.py::test_resumed_on_another_mesh":
         "tests/end_to_end/test_quantized_runs.py::test_codes_are_restored_on_every_mesh",
+    # In four stages.
     "tests/checkpoint/test_reshard.py::test_a_run_goes_on_where_it_was":
-        "tests/end_to_end/test_train.py::test_kill_and_resume",
-    "tests/compress/test_command.py::test_a_run_that_was_trained_as_integers":
-        "tests/compress/test_command.py::test_the_command_makes_a_smaller_run",
+        "tests/checkpoint/test_reshard.py::test_a_run_goes_on_elsewhere",
+    # Integers in a command that is killed.
     "tests/end_to_end/test_pruning.py::test_integers_killed_and_resumed_elsewhere":
         "tests/end_to_end/test_pruning.py::test_killed_and_resumed_elsewhere",
+    # Tables that nothing is late for.
     "tests/end_to_end/test_tables.py::test_a_killed_run_goes_on_on_other_devices":
         "tests/tables/test_late_training.py::"
         "test_a_late_run_goes_on_bit_for_bit_and_on_other_devices",
+    "tests/tables/test_training.py::test_a_run_goes_on_bit_for_bit_and_on_other_devices":
+        "tests/tables/test_late_training.py::"
+        "test_a_late_run_goes_on_bit_for_bit_and_on_other_devices",
+    # The commands that evaluate and generate from such a run.
     "tests/end_to_end/test_train.py::test_a_run_with_the_optimizer_in_host_memory":
         "tests/step/test_offload.py::test_it_is_restored_to_where_the_run_keeps_it",
+    # The command's own words.
     "tests/end_to_end/test_train.py::test_another_strategy_in_the_middle_is_refused":
         "tests/checkpoint/test_resume.py::test_another_strategy_is_refused_and_the_checkpoint_left",
-    "tests/end_to_end/test_train.py::test_fewer_and_more_replicas_go_on":
-        "tests/checkpoint/test_resume.py::test_the_one_before_may_be_of_other_replicas",
-    "tests/end_to_end/test_train.py::test_fp16_skips_what_overflows_and_goes_on_from_there":
-        "tests/checkpoint/test_resume.py::test_the_loss_scale_is_in_checkpoints",
+    # A strategy's state in a command that is killed.
     "tests/end_to_end/test_train.py::test_killed_replicas_go_on_as_if_nothing_had_been":
         "tests/end_to_end/test_train.py::test_kill_and_resume",
     "tests/model/test_distillation.py::test_lists_train_alike_on_meshes":
         "tests/model/test_distillation.py::test_meshes_train_alike",
+    # Latent attention.
     "tests/model/test_distillation.py::test_relations_of_latent_attention_and_repeated_layers":
         "tests/model/test_distillation.py::test_relations_train_alike_on_meshes",
-    "tests/model/test_quantized.py::test_rounding_shows_in_the_losses":
-        "tests/model/test_quantized.py::test_equals_numpy_in_value_and_gradients",
-    "tests/model/attention/test_triton.py::test_8b_with_packed_rows_takes_it":
-        "tests/aot/test_aot.py::test_every_family_compiles",
+    # Slices: that an exchange beside a step is hidden between them.
     "tests/sync/test_bytes.py::test_an_exchange_beside_a_step_is_hidden_between_slices":
         "tests/aot/test_layout_bytes.py::test_reductions_run_beside_compute",
-    "tests/tables/test_training.py::test_a_run_goes_on_bit_for_bit_and_on_other_devices":
-        "tests/tables/test_late_training.py::"
-        "test_a_late_run_goes_on_bit_for_bit_and_on_other_devices",
 }  # fmt: skip
 
 
@@ -106,18 +106,20 @@ def by_tier(cases: Iterable[str], *, slow: Collection[str], full: Collection[str
 
 def mark_listed(items: Iterable[pytest.Item]) -> list[str]:
     """Marks the tests of `LISTED` and of OTHERS_STAND_FOR. Returns the names of both that none of
-    `items` has."""
-    listed, names = read_list(), set()
+    `items` has, or for what stands for others none that runs."""
+    listed, functions, run = read_list(), set(), set()
     for item in items:
         function = item.nodeid.partition("[")[0]
-        names |= {item.nodeid, function}
+        functions.add(function)
         if item.nodeid in listed:
             item.add_marker(pytest.mark.slow)
-        stood_for = {item.nodeid, function} & OTHERS_STAND_FOR.keys()
-        if stood_for or listed.get(item.nodeid) == FULL_GRID:
+        if function in OTHERS_STAND_FOR or listed.get(item.nodeid) == FULL_GRID:
             item.add_marker(pytest.mark.full_grid)
-    named = {*listed, *itertools.chain.from_iterable(OTHERS_STAND_FOR.items())}
-    return sorted(named - names)
+        if not item.get_closest_marker(FULL_GRID):
+            run.add(function)
+    # What stands for others has a case that runs without `--full-grid`.
+    missing = (OTHERS_STAND_FOR.keys() - functions) | (set(OTHERS_STAND_FOR.values()) - run)
+    return sorted(missing | (listed.keys() - {item.nodeid for item in items}))
 
 
 def group_by_file(items: Iterable[pytest.Item]) -> None:

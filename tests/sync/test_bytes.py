@@ -82,8 +82,8 @@ def half_of_the_mean(platform: str) -> float:
     return sent(platform, "mean") / 2 if platform == "cpu" else sent(platform, "mean", "bf16")
 
 
-# For every strategy the CPU's programs, which compile in a fifth of the time; of these two by
-# default, and the H100's too. All are compiled for all three with `pytest --full-grid`.
+# For every strategy the CPU's programs, which compile in a fifth of the time; of these two those of
+# the CPU by default, and with `-m aot` the H100's. `pytest --full-grid` compiles all for all three.
 ALSO_ON_GPUS = {"mean", "int8"}
 
 
@@ -201,7 +201,10 @@ def test_outer_gradients_in_codes_send_a_share(platform, strategy, outer_format,
     "platform, strategy",
     [
         *cases("one_bit"),
-        *(pytest.param(platform, "int8", marks=[pytest.mark.full_grid]) for platform in PLATFORMS),
+        *(
+            pytest.param(platform, "int8", marks=[*marks(platform, "int8"), pytest.mark.full_grid])
+            for platform in PLATFORMS
+        ),
     ],
 )
 def test_what_is_not_compressed_is_sent_in_full(platform, strategy):
