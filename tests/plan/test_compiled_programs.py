@@ -125,7 +125,7 @@ def test_plain_pipelines():
     assert sum(of > 0.08 for of in off) <= 0.06 * len(off)
     assert all(abs(error.state) <= 0.0035 for error in found)
     steps = [abs(error.step) for error in found]
-    assert np.mean(steps) <= 0.1 and max(steps) <= 0.37
+    assert np.mean(steps) <= 0.075 and max(steps) <= 0.27
     assert all(abs(of) <= 0.02 for error in found for of in error.sent.values())
 
 
