@@ -48,7 +48,7 @@ class Overlap:
     heads: float  # of Ulysses' exchanges
     rows: float  # of rows on their way to experts and back
     wide: float  # of gradients of layers in more bytes than the compute dtype's
-    wide_in_pipelines: float
+    wide_in_pipelines: float  # the same where there are stages
     stages: float  # of what is sent over `stage`
     scatters_stop: bool = False  # reduce-scatters stop the core
     # Activations that are gathered and summed over `tensor` travel beside what is computed without
