@@ -46,12 +46,18 @@ OTHERS_STAND_FOR = {
     # The remedies that `aot` tries one after the other.
     "tests/aot/test_aot.py::test_what_fits_is_made_faster":
         "tests/aot/test_budget.py::test_the_search_uses_the_budget",
+    # That what the host has is no argument of GPUs.
+    "tests/aot/test_aot.py::test_gpus_have_no_moments_that_the_host_has":
+        "tests/step/test_offload.py::test_nothing_is_computed_in_host_memory",
     # A mixture compiled for GPUs.
     "tests/aot/test_experts.py::test_gpus_compile_mixtures_in_bf16":
         "tests/aot/test_experts.py::test_rows_travel_beside_other_work_and_kernels_multiply_them",
     # Bytes of gathers in fp8.
     "tests/aot/test_layout_bytes.py::test_weights_gathered_in_fp8_are_half_the_bytes":
         "tests/aot/test_layout_bytes.py::test_h100_multiplies_fp8_in_its_fp8_units",
+    # A config file as it stands, by the script that compiles all.
+    "tests/config/test_config_files.py::test_it_compiles_and_fits":
+        "tests/aot/test_aot.py::test_every_family_compiles",
     # A run of integers with stages in its checkpoint.
     "tests/checkpoint/test_quantized.py::test_resumed_on_another_mesh":
         "tests/end_to_end/test_quantized_runs.py::test_codes_are_restored_on_every_mesh",
@@ -61,8 +67,15 @@ OTHERS_STAND_FOR = {
     # Integers in a command that is killed.
     "tests/end_to_end/test_pruning.py::test_integers_killed_and_resumed_elsewhere":
         "tests/end_to_end/test_pruning.py::test_killed_and_resumed_elsewhere",
-    # Tables that nothing is late for.
+    # Going back by hand.
+    "tests/end_to_end/test_rollback.py::test_without_rollbacks_it_stops_and_goes_back_by_hand":
+        "tests/end_to_end/test_rollback.py::test_a_run_goes_back_by_itself",
+    # Tables that nothing is late for, and with a cache.
     "tests/end_to_end/test_tables.py::test_a_killed_run_goes_on_on_other_devices":
+        "tests/tables/test_late_training.py::"
+        "test_a_late_run_goes_on_bit_for_bit_and_on_other_devices",
+    "tests/tables/test_cached_training.py::"
+    "test_a_run_goes_on_bit_for_bit_on_other_devices_with_another_cache":
         "tests/tables/test_late_training.py::"
         "test_a_late_run_goes_on_bit_for_bit_and_on_other_devices",
     "tests/tables/test_training.py::test_a_run_goes_on_bit_for_bit_and_on_other_devices":
