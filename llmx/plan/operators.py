@@ -270,12 +270,12 @@ def of(sizes: Sizes, core: Core, moved: Moved, *, turns: int = 1) -> list[Operat
     return [one for one in found if one.count and one.seconds]
 
 
-def seconds(operators: Sequence[Operator], moment: str, part: str = "") -> float:
-    """The time of a moment, or of a part of it."""
+def seconds(operators: Sequence[Operator], moment: str, part: str = "", *, name: str = "") -> float:
+    """The time of a moment, or of a part of it; `name`: how names of operators end."""
     return sum(
         one.seconds * one.count
         for one in operators
-        if one.moment == moment and part in ("", one.part)
+        if one.moment == moment and part in ("", one.part) and one.name.endswith(name)
     )
 
 

@@ -179,11 +179,7 @@ class Bounds:
         program = memory.GPU if self.machine.on_gpu else memory.TPU
         listed = operators.of(counted, core, moved)
         saved = memory.saved(counted, program)
-        weight = sum(
-            one.seconds * one.count
-            for one in listed
-            if one.moment == BACKWARD and one.name.endswith(operators.WEIGHT_GRADIENT)
-        )
+        weight = operators.seconds(listed, BACKWARD, name=operators.WEIGHT_GRADIENT)
         products = sum(one.flops for one in listed if one.moment == LOSS)
         return Layer(
             operators.seconds(listed, FORWARD), operators.seconds(listed, BACKWARD), weight,

@@ -245,11 +245,7 @@ def _operations(table: Table, listed: Sequence[Operator], deferred: float) -> di
     forward, backward = (operators.seconds(listed, of) for of in (FORWARD, BACKWARD))
     weight = 0.0
     if table.splits_backward:
-        weight = deferred * sum(
-            one.seconds * one.count
-            for one in listed
-            if one.moment == BACKWARD and one.name.endswith(WEIGHT_GRADIENT)
-        )
+        weight = deferred * operators.seconds(listed, BACKWARD, name=WEIGHT_GRADIENT)
     return {"forward": forward, "backward": backward - weight, "weight": weight}
 
 
@@ -382,12 +378,7 @@ class _Waits:
     def _work(self, moment: str, name: str) -> float:
         """Seconds of a step in operators of layers whose names end so."""
         passes = self.passes.forward if moment == FORWARD else self.passes.backward
-        of_layer = sum(
-            one.seconds * one.count
-            for one in self.listed
-            if one.moment == moment and one.name.endswith(name)
-        )
-        return passes * self.passes.layers * of_layer
+        return passes * self.passes.layers * operators.seconds(self.listed, moment, name=name)
 
     def _is_hidden(self, one: Message) -> bool:
         """Whether it travels beside the layer before or behind it."""

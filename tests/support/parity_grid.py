@@ -98,8 +98,12 @@ def _turns(turns: int, *ways: int) -> str:
     return f"{rows} rows have no {turns} turns" if rows % turns else ""
 
 
+def has_experts(family: str) -> bool:
+    return "num_experts" in FAMILIES[family]
+
+
 def _turns_of_experts(turns: int, family: str) -> str:
-    routed = turns > 1 and "num_experts" in FAMILIES[family]
+    routed = turns > 1 and has_experts(family)
     return "loads of experts are of all tokens of a row" if routed else ""
 
 
@@ -260,12 +264,8 @@ def cost(row: dict) -> float:
     compile."""
     schedule = row["schedule"]
     of_schedule = 3 if schedule in SLOW_SCHEDULES else 2 if schedule in LEFT_FOR_LATER else 1
-    of_family = 2 if row["family"] == "deepseek_v3" else 1.5 if has_experts(row) else 1
+    of_family = 2 if row["family"] == "deepseek_v3" else 1.5 if has_experts(row["family"]) else 1
     return of_schedule * of_family
-
-
-def has_experts(row: dict) -> bool:
-    return "num_experts" in FAMILIES[row["family"]]
 
 
 @functools.cache
