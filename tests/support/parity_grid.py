@@ -275,15 +275,14 @@ def last_of_cover() -> list[dict]:
     chosen = quick()
     left = [row for row in cover().rows if row not in chosen]
     all_pairs = set().union(*map(pairwise.pairs_of, cover().rows))
-    all_values = {item for row in cover().rows for item in row.items()}
     met = set().union(*map(pairwise.pairs_of, chosen))
     values = {item for row in chosen for item in row.items()}
 
-    def gain(row: dict) -> tuple[bool, float]:
+    def gain(row: dict) -> tuple[bool, float]:  # new values first
         new = len(pairwise.pairs_of(row) - met)
         return not values >= set(row.items()), new / cost(row)
 
-    while len(met) < SHARE * len(all_pairs) or values < all_values:
+    while len(met) < SHARE * len(all_pairs):
         best = max(left, key=gain)
         left.remove(best)
         met |= pairwise.pairs_of(best)
