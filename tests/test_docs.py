@@ -3,6 +3,7 @@
 import pathlib
 import re
 import subprocess
+import tomllib
 
 import pytest
 
@@ -54,3 +55,27 @@ def anchors(page: pathlib.Path) -> set[str]:
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     plain = [re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings]
     return {heading.replace(" ", "-") for heading in plain}
+
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def test_nothing_tells_to_install_the_other_project_of_this_name():
+    """The name of the import belongs to a stranger on the public index."""
+    assert re.sub(r"[-_.]+", "-", PROJECT["name"]).lower() != "llmx"
+    told = re.compile(r"\bllmx\[\w+\]|pip3? install [^\n#]*(?<![\w./-])llmx(?![\w./-])")
+    names = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in names.stdout.splitlines():
+        if (ROOT / name).suffix in (".py", ".md", ".sh", ".sbatch", ".yaml", ".toml"):
+            text = (ROOT / name).read_text(errors="replace")
+            assert name == "tests/test_docs.py" or not told.search(text), name
+
+
+def test_what_messages_say_to_install_is_what_the_extras_have():
+    from llmx.data import remote
+
+    extras = {line for group in PROJECT["optional-dependencies"].values() for line in group}
+    assert {requirement for _, requirement in remote._NEEDS.values()} <= extras
+    assert "lm-eval>=0.4.13" in extras and "jax[tpu,cuda13-local]" in extras

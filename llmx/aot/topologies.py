@@ -271,7 +271,7 @@ def _prepare(platform: str) -> None:
     users_library = platform == "tpu" and "TPU_LIBRARY_PATH" in os.environ
     if not users_library and not any(map(importlib.util.find_spec, modules)):
         problem = f"the {platform.upper()} compiler is not installed ({' or '.join(modules)})"
-        raise CompilerMissing(f"{problem}: pip install 'llmx[aot]' (no such device is needed)")
+        raise CompilerMissing(f"{problem}: {_install()} (no such device is needed)")
     jax.config.update("jax_platforms", "cpu")  # devices of this machine are not used
     if platform == "gpu":
         import jax._src.cudnn.fused_attention_stablehlo as fused_attention
@@ -288,6 +288,13 @@ def _prepare(platform: str) -> None:
         ("TPU_WORKER_HOSTNAMES", "localhost"),
     ):
         os.environ.setdefault(name, value)
+
+
+def _install() -> str:
+    """The command that installs both compilers, of the version that this jax pins."""
+    import jax
+
+    return f"pip install 'jax[tpu,cuda13-local]=={jax.__version__}'"
 
 
 def wraps(shape: Sequence[int]) -> tuple[bool, bool, bool]:
@@ -311,7 +318,7 @@ def _check(topology: Topology, actual: Sequence) -> None:
             f"topology {topology.name!r} should be {topology.num_devices} devices "
             f"{topology.device_kind!r} in {topology.num_slices} slices, and the compiler gives "
             f"{len(actual)} of {sorted(kinds)} in {num_slices}: install the version that this "
-            "jax pins, pip install 'llmx[aot]'"
+            f"jax pins, {_install()}"
         )
 
 

@@ -21,15 +21,15 @@ from typing import Any, BinaryIO
 ATTEMPTS, PAUSE_SECONDS = 3, 2.0  # of an upload
 _BLOCK_BYTES = 4 << 20  # that are read of an object at a time
 
-# Scheme: (module that fsspec needs, extra of this package that brings it).
+# Scheme: (module that fsspec needs, what brings it, as the extras of this package have it).
 _NEEDS = {
-    "s3": ("s3fs", "s3"),
-    "gs": ("gcsfs", "gcs"),
-    "gcs": ("gcsfs", "gcs"),
-    "az": ("adlfs", "azure"),
-    "abfs": ("adlfs", "azure"),
-    "abfss": ("adlfs", "azure"),
-    "hf": ("huggingface_hub", "hub"),
+    "s3": ("s3fs", "s3fs>=2025.3"),
+    "gs": ("gcsfs", "gcsfs>=2025.3"),
+    "gcs": ("gcsfs", "gcsfs>=2025.3"),
+    "az": ("adlfs", "adlfs>=2024.12"),
+    "abfs": ("adlfs", "adlfs>=2024.12"),
+    "abfss": ("adlfs", "adlfs>=2024.12"),
+    "hf": ("huggingface_hub", "huggingface-hub"),
 }
 
 
@@ -61,10 +61,10 @@ def problems(option: str, path: str) -> list[str]:
         ]
     if scheme == "file":
         return [f"{option}{path}: give a local path without file://"]
-    module, extra = _NEEDS.get(scheme, ("", ""))
+    module, requirement = _NEEDS.get(scheme, ("", ""))
     if module and importlib.util.find_spec(module) is None:
         return [
-            f"{option}{path} needs {module}, which is not installed: pip install 'llmx[{extra}]'"
+            f"{option}{path} needs {module}, which is not installed: pip install '{requirement}'"
         ]
     return []
 

@@ -34,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.name is None or error.name.startswith("llmx"):
             raise
         print(
-            f"error: lm-evaluation-harness is not here ({error.name}): pip install 'llmx[eval]'",
+            "error: lm-evaluation-harness is not here "
+            f"({error.name}): pip install 'lm-eval>=0.4.13'",
             file=sys.stderr,
         )
         return exits.REFUSED

@@ -330,7 +330,7 @@ def device_count(config: LaunchConfig) -> int:
     except RuntimeError as error:
         raise ValueError(
             f"launch.platform={config.platform!r} does not start: {error}; "
-            "use another platform, or install llmx[cuda] or llmx[tpu] on a machine that has one"
+            "use another platform, or install jax[cuda13] or jax[tpu] on a machine that has one"
         ) from error
 
 

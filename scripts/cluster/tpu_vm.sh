@@ -3,7 +3,7 @@
 #
 #     export TPU_NAME=llmx TPU_ZONE=us-east5-a TPU_TYPE=v5p-32
 #     scripts/cluster/tpu_vm.sh create     # a queued resource; waits until its hosts run
-#     scripts/cluster/tpu_vm.sh install    # copies this commit, installs llmx[tpu] as uv.lock says
+#     scripts/cluster/tpu_vm.sh install    # copies this commit, installs it with the extra tpu as uv.lock says
 #     scripts/cluster/tpu_vm.sh train --config configs/llama3_8b.py --workdir /mnt/shared/llama3_8b
 #     scripts/cluster/tpu_vm.sh log        # of the first host
 #     scripts/cluster/tpu_vm.sh stop       # SIGTERM to all hosts: they save and end

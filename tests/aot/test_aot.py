@@ -139,7 +139,7 @@ def test_no_compiler_installed(topology, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     assert command.main(["--config", QUICKSTART, "--topology", topology]) == command.WRONG
-    assert "pip install 'llmx[aot]'" in capsys.readouterr().err
+    assert "pip install 'jax[tpu,cuda13-local]==" in capsys.readouterr().err
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess:

@@ -108,7 +108,9 @@ def test_rings():
 def test_missing_compiler(name, package, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda module: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
-    with pytest.raises(topologies.CompilerMissing, match="pip install 'llmx\\[aot\\]'") as error:
+    with pytest.raises(
+        topologies.CompilerMissing, match="pip install 'jax\\[tpu,cuda13-local\\]=="
+    ) as error:
         topologies.devices(name)
     assert package in str(error.value)
 

@@ -75,7 +75,7 @@ def test_a_url_that_cannot_be_used_is_refused_and_nothing_is_written(
 @pytest.mark.parametrize(
     "name", ["source", "output", "from_hf", "start_from", "to_hf", "train", "evaluate"]
 )
-def test_a_url_whose_package_is_missing_is_refused_with_the_extra(
+def test_a_url_whose_package_is_missing_is_refused_with_what_brings_it(
     tmp_path, monkeypatch, capsys, name
 ):
     find = importlib.util.find_spec
@@ -83,17 +83,17 @@ def test_a_url_whose_package_is_missing_is_refused_with_the_extra(
     monkeypatch.setattr(remote.importlib.util, "find_spec", absent)
     assert run(COMMANDS[name], tmp_path, monkeypatch, "s3://bucket/key") == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "s3://bucket" in line]
-    assert "needs s3fs, which is not installed: pip install 'llmx[s3]'" in line
+    assert "needs s3fs, which is not installed: pip install 's3fs>=2025.3'" in line
     assert list(tmp_path.iterdir()) == []
 
 
 def test_what_a_url_needs(monkeypatch):
     monkeypatch.setattr(remote.importlib.util, "find_spec", lambda name: None)
     for url, remedy in [
-        ("s3://b/k", "--output s3://b/k needs s3fs, which is not installed: pip install 'llmx[s3]"),
-        ("gs://b/k", "pip install 'llmx[gcs]'"),
-        ("az://b/k", "pip install 'llmx[azure]'"),
-        ("hf://datasets/o/n", "pip install 'llmx[hub]'"),
+        ("s3://b/k", "--output s3://b/k needs s3fs, which is not installed: pip install 's3fs>="),
+        ("gs://b/k", "pip install 'gcsfs>=2025.3'"),
+        ("az://b/k", "pip install 'adlfs>=2024.12'"),
+        ("hf://datasets/o/n", "pip install 'huggingface-hub'"),
         ("nonsense://b", "nonsense is no kind of store that is known"),
         ("://b", "this is no kind of store"),
         ("file:///data/x", "without file://"),

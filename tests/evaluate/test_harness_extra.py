@@ -9,4 +9,4 @@ def test_the_extra_is_named(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.__main__", None)
     assert harness.main(["--tasks", "asked"]) == 2
-    assert "pip install 'llmx[eval]'" in capsys.readouterr().err
+    assert "pip install 'lm-eval>=0.4.13'" in capsys.readouterr().err

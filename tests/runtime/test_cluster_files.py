@@ -501,7 +501,7 @@ def test_the_lock_has_what_the_project_needs_from_public_addresses():
         version = packages[name.replace("_", "-").lower()]["version"]
         if least:
             assert numbers(version) >= numbers(least), requirement
-    listed = packages["llmx"]["metadata"]["requires-dist"]
+    listed = packages[PROJECT["name"]]["metadata"]["requires-dist"]
     assert {entry["name"] for entry in listed} == {
         re.match(r"[\w.-]+", requirement)[0].lower() for requirement in needed
     }, "uv.lock is older than pyproject.toml: run uv lock"

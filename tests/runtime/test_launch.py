@@ -149,7 +149,7 @@ def test_a_platform_that_is_not_there_is_named():
     """
     done = run(python(code), JAX_PLATFORMS=None)
     assert "ValueError: launch.platform='tpu' does not start" in done.stderr
-    assert "install llmx[cuda] or llmx[tpu]" in done.stderr
+    assert "install jax[cuda13] or jax[tpu]" in done.stderr
 
 
 PLUGIN = """
