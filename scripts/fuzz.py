@@ -6,6 +6,9 @@ The function that a user's command calls loads it. It may succeed, or raise Valu
 that names the file; anything else is a finding: another exception, more than LIMIT_SECONDS or
 LIMIT_BYTES, a file written outside the input's own folder. An input is a function of seed and
 number: --only TARGET --first N --inputs 1 repeats one. Exit code 1 if there is a finding.
+
+The target `configs` draws whole configs (scripts/draw_configs.py): of those that are accepted the
+step is traced. It takes seconds for each and no part in a run over all targets: --only configs.
 """
 
 import argparse
@@ -148,6 +151,8 @@ def _files_in(folder: pathlib.Path) -> dict[str, bytes]:
 
 class Target:
     """A kind of input. `files` are valid; `spoiled` of them are changed."""
+
+    limits = 1  # of time and memory, in times of those of a file
 
     def __init__(self, folder: pathlib.Path):
         self.make(folder)
@@ -467,9 +472,32 @@ class Overrides(Target):
         return True
 
 
+class Configs(Target):
+    """Configs over all keys, and the traced steps of those that are accepted."""
+
+    limits = 16  # a pipeline with many ticks, on a busy machine
+
+    def make(self, folder):
+        pass
+
+    def spoil(self, rng):
+        return {}
+
+    def load(self, folder, rng):
+        import draw_configs
+
+        arguments = draw_configs.draw(rng)
+        (folder / "arguments").write_text("\n".join(arguments))
+        draw_configs.trace(arguments, rng.choice(draw_configs.KINDS))
+
+    def names(self, message, folder):
+        return True
+
+
 TARGETS = {
     "overrides": Overrides, "jsonl": Jsonl, "parquet": Parquet, "shards": Shards,
     "tokenizer": Tokenizer, "hf": HuggingFace, "checkpoint": Checkpoint, "run": Run,
+    "configs": Configs,
 }  # fmt: skip
 
 # ---- one input
@@ -535,7 +563,7 @@ def try_input(target: Target, number: int, seed: int, folder: pathlib.Path, writ
         details = "".join(traceback.format_exception(error)[-4:])[-3000:]
     finally:
         writes.inside = ""
-    if (taken := _memory("VmHWM") - before) > LIMIT_BYTES:
+    if (taken := _memory("VmHWM") - before) > LIMIT_BYTES * target.limits:
         return "memory", f"{taken >> 20} MiB\n{details}"
     if writes.found:
         return "writes outside", "\n".join(writes.found[:5])
@@ -564,7 +592,8 @@ def work(names: list[str], numbers: list[int], seed: int, scratch: pathlib.Path,
         made[name] = TARGETS[name](folder)
     writes = _Writes()
     # A copy that asks for far too much fails here and not on the machine.
-    limit = _memory("VmSize") + 4 * LIMIT_BYTES
+    most = max(target.limits for target in made.values())
+    limit = _memory("VmSize") + 4 * LIMIT_BYTES * most
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     with open(scratch / "results.jsonl", "a") as results:
         for name, number in zip(names, numbers, strict=True):
@@ -592,6 +621,7 @@ def run_workers(inputs: list[tuple[str, int]], seed: int, workers: int, scratch:
     (scratch / "kept").mkdir(parents=True, exist_ok=True)
     running: dict[int, tuple[int, mmap.mmap]] = {}
     parts = {k: inputs[k::workers] for k in range(workers)}
+    of_number = {number: name for name, number in inputs}
 
     def start(k: int) -> None:
         folder = scratch / f"worker-{k}"
@@ -623,7 +653,8 @@ def run_workers(inputs: list[tuple[str, int]], seed: int, workers: int, scratch:
         for k, (pid, now) in list(running.items()):
             ended, status = os.waitpid(pid, os.WNOHANG)
             number, since = struct.unpack("<qd", now[:16])
-            late = since and time.monotonic() - since > LIMIT_SECONDS
+            allowed = LIMIT_SECONDS * (TARGETS[of_number[number]].limits if since else 1)
+            late = since and time.monotonic() - since > allowed
             if not ended and not late:
                 continue
             if not ended:
@@ -670,7 +701,7 @@ def main(argv: list[str] | None = None) -> int:
     from llmx.data import __main__, dataset
 
     assert all((config, hf, checks, flags, __main__, dataset))
-    names = args.only or list(TARGETS)
+    names = args.only or [name for name, kind in TARGETS.items() if kind.limits == 1]
     inputs = [(names[n % len(names)], n) for n in range(args.first, args.first + args.inputs)]
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as made:

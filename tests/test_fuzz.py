@@ -1,6 +1,7 @@
 """scripts/fuzz.py: a part of its inputs, and that it reports what it is there to find."""
 
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -18,6 +19,13 @@ def test_malformed_inputs_are_refused():
     done = run("scripts/fuzz.py", "--inputs", "320", "--workers", "2", "--seed", "7")
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
     assert "320 inputs in" in done.stdout and "0 findings" in done.stdout
+
+
+def test_what_configs_are_accepted_is_traced():
+    done = run("scripts/fuzz.py", "--only", "configs", "--inputs", "24", "--seed", "5")
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    counted = re.search(r"configs: loads (\d+), refused (\d+)", done.stdout)
+    assert counted and int(counted[1]) >= 4 and int(counted[2]) >= 4, done.stdout
 
 
 FAULTS = """
