@@ -7,6 +7,7 @@ programs between its steps must trace. Meshes are abstract: nothing is compiled 
 """
 
 import dataclasses
+import math
 import pathlib
 import random
 import typing
@@ -54,24 +55,34 @@ VALUES = {
     "rollback.skipped": ((1,),),
     "data.text_key": ("text", "content"),
 }  # fmt: skip
-# Keys that switch a technique on, with a value that does; they are drawn more often than others.
-SWITCHES = {
-    "adapters.rank": (1, 3, 4, 8, 16), "quantization.bits": (2, 4, 8),
-    "batch.accumulation": (2, 4, 8), "optimizer.ema_decay": (0.99,), "model.repeats": (2, 3),
-    "model.embedding_rank": (4, 8), "model.embedding_cores": (2, 3), "loss.chunks": (1, 2, 3),
-    "attention.ulysses": (2, 4), "sharding.turns": (0, 2, 3), "products.format": ("fp8", "int8"),
-    "sharding.gather": ("step",), "sharding.layout": tuple(sharding.LAYOUTS),
-    "tables.staleness": (1, 2), "tables.cache_rows": (64, 4096), "tables.capacity": (0.5, 2.0),
-    "model.kv_latent": (1, 8, 16), "model.query_latent": (8,), "model.window": (1, 5, 4096),
-    "offload.optimizer": (True,), "offload.parameters": (True,), "loss.z_loss": (1e-4,),
-    "sharding.sequence_parallel": (True, False), "sharding.replicate_kv": (True, False),
-    "pruning.method": None, "precision": None, "remat": None, "optimizer.name": None,
-    "optimizer.moments": None, "sync.strategy": None, "pipeline.schedule": None,
-    "attention.implementation": None, "model.ngram_tables": None, "model.ranks": None,
-    "offload.saves": None, "loss_scale.kind": None, "preference.loss": None,
-    "experts.balance": None, "experts.dispatch": None, "quantization.activations": None,
-    "quantization.scales": None,
-}  # fmt: skip
+# Keys that are drawn together, more often than others; None = what the field may have.
+TECHNIQUES = (
+    {"adapters.rank": (1, 3, 4, 8), "adapters.products": None},
+    {"quantization.bits": (2, 4, 8), "quantization.scales": None},
+    {"quantization.activations": None}, {"batch.accumulation": (2, 4, 8)},
+    {"optimizer.ema_decay": (0.99,)}, {"model.repeats": (2, 3)}, {"model.embedding_rank": (4, 8)},
+    {"model.embedding_cores": (2, 3)}, {"loss.chunks": (1, 2, 3)}, {"loss.z_loss": (1e-4,)},
+    {"attention.ulysses": (2, 4)}, {"sharding.turns": (0, 2, 3)}, {"sharding.turns": (0, 2)},
+    {"products.format": ("fp8", "int8"), "products.scaling": None}, {"products.gather": None},
+    {"products.format": ("fp8", "int8"), "products.granularity": None, "products.block": (16, 32)},
+    {"sharding.gather": ("step",)}, {"sharding.gather": ("step",), "mesh.fsdp": (2, 4)},
+    {"sharding.layout": tuple(sharding.LAYOUTS)}, {"sharding.replicate_kv": (True,)},
+    {"sharding.sequence_parallel": (False,)}, {"model.ngram_tables": None},
+    {"model.ngram_tables": None, "tables.optimizer": None, "tables.combine": None},
+    {"model.ngram_tables": None, "tables.staleness": (1, 2), "tables.capacity": (0.0, 2.0)},
+    {"model.ngram_tables": None, "tables.cache_rows": (4096, 65536)}, {"model.ranks": None},
+    {"model.kv_latent": (1, 16), "model.rope_dim": (4, 8), "model.value_dim": (8, 16)},
+    {"model.query_latent": (8,)}, {"model.window": (1, 5, 4096), "model.layer_pattern": None},
+    {"offload.optimizer": (True,)}, {"offload.parameters": (True,), "remat": ("full", "dots")},
+    {"offload.saves": None, "remat": ("full", "names")}, {"remat": None}, {"remat": None},
+    {"pruning.method": None}, {"pruning.method": None, "pruning.scope": None},
+    {"precision": None}, {"optimizer.name": None}, {"optimizer.name": None},
+    {"optimizer.moments": None}, {"sync.strategy": None, "sharding.layout": ("ddp", "hsdp")},
+    {"sync.strategy": None, "mesh.data": (2, 4)}, {"pipeline.schedule": None, "mesh.stage": (2,)},
+    {"attention.implementation": None}, {"attention.implementation": None},
+    {"precision": ("fp16",), "loss_scale.kind": None}, {"experts.balance": None},
+    {"data.format": ("preference",), "preference.loss": None}, {"experts.dispatch": None},
+)  # fmt: skip
 
 
 def draw(rng: random.Random) -> list[str]:
@@ -86,9 +97,9 @@ def draw(rng: random.Random) -> list[str]:
     if rng.random() < 0.7:
         keys |= _mesh(rng)
     fields = dict(_fields(config_lib.Config()))
-    for _ in range(rng.choice((0, 1, 1, 2, 2, 3, 4))):
-        key = rng.choice(tuple(SWITCHES))
-        keys[key] = rng.choice(SWITCHES[key] or _values(rng, key, *fields[key]))
+    for technique in rng.sample(TECHNIQUES, rng.choice((0, 1, 2, 2, 3, 3, 4, 5))):
+        for key, values in technique.items():
+            keys[key] = rng.choice(values or _values(rng, key, *fields[key]))
     others = [key for key in fields if not key.startswith(LEFT_OUT)]
     for _ in range(rng.choice((0, 0, 1, 1, 2, 3))):
         key = rng.choice(others)
@@ -157,7 +168,7 @@ def _small_model(rng: random.Random) -> dict[str, Any]:
     if preset["window"]:
         small["window"] = rng.choice((5, 16))
     if preset["num_experts"]:
-        small |= {"num_experts": rng.choice((4, 8)), "experts_per_token": rng.choice((1, 2)),
+        small |= {"num_experts": rng.choice((4, 8)), "experts_per_token": 2,
                   "expert_dim": 64, "router_groups": 1, "router_groups_kept": 1,
                   "first_dense": rng.choice((0, 0, 1))}  # fmt: skip
     if preset["kv_latent"]:
@@ -177,7 +188,9 @@ def trace(arguments: list[str], kind: tuple[str, str]) -> None:
     Raises AssertionError for a ValueError behind `resolve`, which promised that there is none.
     """
     _, run, problems = flags.parse(flags.parser("llmx.train", ""), arguments)
-    run = checks.resolve(run, problems=problems)
+    sizes = [vars(run.mesh)[axis] for axis in sharding.AXES]
+    devices = abs(math.prod(sizes)) * (2 if -1 in sizes else 1)
+    run = checks.resolve(run, devices, problems=problems)
     device = jax.sharding.AbstractDevice(kind[0], None, kind[1])
     try:
         # Options are asked of a compiler, and a compiler of devices.
