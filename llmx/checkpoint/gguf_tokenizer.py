@@ -26,6 +26,15 @@ _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LINES = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_LINES}"
+_QWEN3_5 = (
+    rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}]+|\p{{N}}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = [rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}{a}{_LOWER}{b}" for a, b in ("*+", "+*")]
+_SLASHES = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = "|".join([*_WORDS, r"\p{N}", _SLASHES])
+_GPT4O = "|".join([*(f"{word}{_CONTRACTIONS}?" for word in _WORDS), r"\p{N}{1,3}", _SLASHES])
 _DIGIT = r"\p{N}"
 _CJK = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
 _DEEPSEEK = (
@@ -39,8 +48,12 @@ _PRE = {
     (_DIGIT, _GPT2): [("smollm", False)],
     (_LLAMA3,): [("llama-bpe", True), ("smaug-bpe", False)],
     (_LLAMA3.replace("{1,3}", ""),): [("qwen2", False)],
+    (_QWEN3_5,): [("qwen35", False)],
+    (_TEKKEN,): [("tekken", True)],
+    (_GPT4O,): [("gpt-4o", False)],
     (r"\p{N}{1,3}", _CJK, _DEEPSEEK): [("deepseek-v3", False)],
 }  # fmt: skip
+_ASCII = ("tekken", "gpt-4o")  # of which llama.cpp's expressions know upper case in ASCII alone
 
 
 class Different(ValueError):
@@ -79,7 +92,13 @@ def metadata(
         return {PREFIX + key: value for key, value in found.items()}, lines
     if _normalizer(content) == "NFC":
         lines.append(
-            "the tokenizer's normalizer, Unicode's NFC, is left out: llama.cpp takes texts as they are"
+            "the tokenizer's normalizer, Unicode's NFC, is left out: llama.cpp takes texts as they "
+            "are"
+        )
+    if found.get("pre") in _ASCII:
+        lines.append(
+            f"llama.cpp cuts words with accents or marks otherwise than the tokenizer, under the "
+            f"name {found['pre']!r} of its pre-tokenizer"
         )
     found = {PREFIX + key: value for key, value in found.items()}
     return found | ({"tokenizer.chat_template": template} if template else {}), lines
@@ -129,6 +148,8 @@ def _tokens(
         raise Different(f"its token {shown(beyond[0])} is beyond the model's {vocab_size} tokens")
     unused = (f"[unused{number}]" for number in range(vocab_size))
     tokens = [by_id.get(number, (name, UNUSED)) for number, name in enumerate(unused)]
+    if cut := [text for text, _ in tokens if "\0" in text]:
+        raise Different(f"its token {shown(cut[0])} has the character 0, which ends texts there")
     if len({text for text, _ in tokens}) < vocab_size:
         raise Different("two of its ids have one text")
     return [text for text, _ in tokens], [kind for _, kind in tokens]
