@@ -139,7 +139,8 @@ def to_peft(
 
     Args: as of `to_hf`.
 
-    Raises ValueError if the run has no adapters, or no such checkpoint.
+    Raises ValueError if the run has no adapters, or no such checkpoint, or the family's format
+    cannot represent the model to which PEFT adds them.
     """
     if remote.is_url(directory):
         return _to_store(
@@ -153,6 +154,7 @@ def to_peft(
             f"--to-peft: the run in {workdir} has no adapters (adapters.rank=0): export its model "
             "with --to-hf"
         )
+    hf_formats.model_config_to_hf(run.model)  # raises before anything large is read
     restored = model_params.restore_adapters(
         workdir, _abstract_params(run), run.adapters, ema=_average(run, ema), step=at_step,
         log=launch.log,
