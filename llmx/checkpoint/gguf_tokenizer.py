@@ -112,12 +112,11 @@ def _vocabulary(content: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix"):
         if model.get(key):
             raise Different(f"its BPE has {key}={shown(model[key])}")
-    added = content.get("added_tokens") or []
-    for token in added:
+    for token in _added(content):
         for flag in ("lstrip", "rstrip", "single_word"):
             if token.get(flag):
                 raise Different(f"its token {shown(token['content'])} has {flag}")
-    merges = [tuple(m if isinstance(m, list) else m.split(" ")) for m in model.get("merges") or []]
+    merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model.get("merges") or []]
     ranks = {pair: rank for rank, pair in enumerate(merges)}
     byte_level = any(step["type"] == "ByteLevel" for step in _steps(content.get("pre_tokenizer")))
     found = _byte_level(content, ranks) if byte_level else _sentencepiece(content, ranks)
@@ -139,7 +138,7 @@ def _tokens(
     by_id = {number: (text, NORMAL) for text, number in model["vocab"].items()}
     if not byte_level:
         by_id |= {model["vocab"][text]: (text, BYTE) for text in _BYTES}
-    for token in content.get("added_tokens") or []:
+    for token in _added(content):
         kind = CONTROL if token["special"] else USER_DEFINED
         by_id[token["id"]] = token["content"], kind
     if not byte_level and (unknown := model.get("unk_token")) in model["vocab"]:
@@ -177,7 +176,7 @@ def _byte_level(content: Mapping[str, Any], ranks: Mapping[tuple, int]) -> dict[
     exact = [name for name, takes_whole in named if takes_whole == whole]
     if exact:
         return {"model": "gpt2", "pre": exact[0]}
-    special = {token["content"] for token in content.get("added_tokens") or []}
+    special = {token["content"] for token in _added(content)}
     for text in vocab.keys() - special:
         if _merged(text, ranks)[0] != [text]:
             raise Different(
@@ -237,7 +236,7 @@ def _sentencepiece(content: Mapping[str, Any], ranks: Mapping[tuple, int]) -> di
             f"llama.cpp has no normalizer {shown(content.get('normalizer'))} with pre-tokenizer "
             f"{shown(content.get('pre_tokenizer'))}"
         )
-    for token in content.get("added_tokens") or []:
+    for token in _added(content):
         if prepends and token.get("normalized"):
             raise Different(f"its token {shown(token['content'])} is looked for in normalized text")
     return {"model": "llama", "pre": "default", "add_space_prefix": prepends}
@@ -286,20 +285,27 @@ def _surroundings(
     content: Mapping[str, Any], names: Mapping[str, str], end_tokens: Sequence[int]
 ) -> dict[str, Any]:
     """What is put around a text, and the ids of named tokens. Raises Different."""
-    import tokenizers as library
+    start, closing = (), ()
+    if content.get("post_processor"):
+        import tokenizers as library
 
-    library_tokenizer = library.Tokenizer.from_str(json.dumps(content))
-    start, closing = tokenizers.surroundings(library_tokenizer)
+        start, closing = tokenizers.surroundings(library.Tokenizer.from_str(json.dumps(content)))
     if len(start) > 1 or len(closing) > 1:
         raise Different(f"it puts tokens {[*start, *closing]} around a text, and GGUF has one each")
-    ids = {name: library_tokenizer.token_to_id(text) for name, text in names.items()}
+    ids = content["model"]["vocab"] | {one["content"]: one["id"] for one in _added(content)}
     found = {
-        "bos_token_id": start[0] if start else ids.get("bos_token"),
-        "unknown_token_id": ids.get("unk_token"), "padding_token_id": ids.get("pad_token"),
+        "bos_token_id": start[0] if start else ids.get(names.get("bos_token")),
+        "unknown_token_id": ids.get(names.get("unk_token")),
+        "padding_token_id": ids.get(names.get("pad_token")),
     }  # fmt: skip
     found = {key: number for key, number in found.items() if number is not None}
     end = {"closing": closing[0]} if closing else {}
     return found | {"add_bos_token": bool(start), "add_eos_token": bool(closing)} | end
+
+
+def _added(content: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Tokens that are looked for in a text before all else."""
+    return content.get("added_tokens") or []
 
 
 def _ends_first(closing: int | None, end_tokens: Sequence[int]) -> list[int]:
