@@ -50,14 +50,16 @@ def _answer(file: str, asked: dict[str, Any]) -> dict[str, Any]:
         answer = post("tokenize", content=text, add_special=True, parse_special=True)
         found["tokens"].append(answer["tokens"])
     for prompt in asked.get("prompts", ()):
-        answer = post(
-            "completion", prompt=prompt, n_predict=asked.get("generate", 1), n_probs=10**4,
-            temperature=0, cache_prompt=False, return_tokens=True,
-        )  # fmt: skip
-        first = answer["completion_probabilities"][0]["top_logprobs"]
-        found["logprobs"].append([one["logprob"] for one in sorted(first, key=lambda x: x["id"])])
-        found["ids"].append(answer["tokens"])
-        found["text"].append(answer["content"])
+        options = {"prompt": prompt, "temperature": 0, "cache_prompt": False}
+        # The one token has a text, as only such are listed; the bias is not in the listed numbers.
+        answer = post("completion", n_predict=1, n_probs=10**4, logit_bias=[["a", 1e3]], **options)
+        [listed] = answer["completion_probabilities"]
+        listed = sorted(listed["top_logprobs"], key=lambda one: one["id"])
+        found["logprobs"].append([one["logprob"] for one in listed])
+        if number := asked.get("generate"):
+            answer = post("completion", n_predict=number, return_tokens=True, **options)
+            found["ids"].append(answer["tokens"])
+            found["text"].append(answer["content"])
     return found
 
 
