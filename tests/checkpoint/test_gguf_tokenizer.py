@@ -12,7 +12,8 @@ from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers,
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from llmx.checkpoint import gguf_file, gguf_tokenizer
+from llmx import convert
+from llmx.checkpoint import gguf_file, gguf_tokenizer, hf
 from llmx.model import apply, families
 
 BLANK = gguf_tokenizer.BLANK
@@ -357,3 +358,37 @@ def test_what_closes_a_text_is_the_first_end():
     found, _ = gguf_tokenizer.metadata(content, tokenizer.get_vocab_size(), end_tokens=[end, turn])
     keys = ("eos_token_id", "eot_token_id", "add_eos_token", "add_bos_token")
     assert [found[f"tokenizer.ggml.{key}"] for key in keys] == [turn, end, True, False]
+
+
+def test_a_run_says_what_its_tokenizer_and_the_files_beside_it_say(tmp_path, capsys):
+    pytest.importorskip("gguf", reason="what writes the files: extra `quant`")
+    tokenizer = cut_by(LLAMA3)
+    tokenizer.normalizer = normalizers.NFC()
+    end, turn = (tokenizer.token_to_id(text) for text in (END, TURN))
+    model = families.preset("llama3", vocab_size=tokenizer.get_vocab_size() + 3)
+    shapes, _ = apply.abstract_parameters(model)
+    params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    files = {
+        "tokenizer_config.json": {
+            "bos_token": BOS, "eos_token": END, "pad_token": THINK, "chat_template": "{{ 1 }}"
+        },
+        "generation_config.json": {"eos_token_id": [end, turn]},
+    }  # fmt: skip
+    hf.export(
+        params, model, tmp_path / "hf", tokenizer_file=tmp_path / "tokenizer.json",
+        files={name: json.dumps(value).encode() for name, value in files.items()},
+    )  # fmt: skip
+    work, file = f"--workdir={tmp_path / 'run'}", tmp_path / "model.gguf"
+    assert convert.main([work, f"--from-hf={tmp_path / 'hf'}"]) == 0
+    assert convert.main([work, f"--to-gguf={file}", "--dtype=float16"]) == 0
+    assert f"warning: {file}: the tokenizer's normalizer, Unicode's NFC" in capsys.readouterr().out
+    found = contents(file)
+    keys = ("bos_token_id", "eos_token_id", "eot_token_id", "padding_token_id", "pre")
+    pad = tokenizer.token_to_id(THINK)
+    expected = [tokenizer.token_to_id(BOS), end, turn, pad, "smaug-bpe"]
+    assert [found[f"tokenizer.ggml.{key}"] for key in keys] == expected
+    assert found["tokenizer.chat_template"] == "{{ 1 }}"
+    kinds = found["tokenizer.ggml.token_type"]
+    # Made special by its name, and tokens that the model has and the tokenizer has not.
+    assert (kinds[pad], kinds[-3:]) == (3, [5, 5, 5])
