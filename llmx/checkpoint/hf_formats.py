@@ -27,7 +27,9 @@ from llmx.model import families
 from llmx.model.families import LOCAL, ModelConfig
 
 # Of an imported config.json: what an export says itself, or does not have.
-_NOT_KEPT = {"architectures", "dtype", "torch_dtype", "quantization_config", "auto_map"}
+_NOT_KEPT = {
+    "architectures", "dtype", "torch_dtype", "rope_parameters", "quantization_config", "auto_map",
+}  # fmt: skip
 # Constants of the computation in older files.
 BUFFERS = re.compile(r"(\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 

@@ -52,6 +52,8 @@ def read(
             f"config.json has rope_parameters={shown(dict(new))}: of a {form.model_type} model "
             f"they are given {wanted}"
         )
+    if new and old and not per_kind and new.get("rope_type", "default") == "default":
+        new = {}  # of all versions rope_scaling wins
     if new and old and not per_kind:
         raise ValueError(
             f"config.json has rope_parameters and rope_scaling={shown(dict(old))}: leave one out"

@@ -122,6 +122,13 @@ def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
         try:
             # One at a time: a bad value does not hide the next.
             value = config_lib.get_value(read([f"--config.{key}={text}"]), key)
+            if key == "model.family" and value != (made := config.model.family):
+                problems.append(
+                    f"model.family={value!r} changes the name alone of a model that {path} makes as "
+                    f"{made!r}: use families.preset({value!r}, ...) in a config file, which sets what "
+                    "the family has too"
+                )
+                continue
             config_lib.set_value(config, key, value)
         except (ValueError, TypeError, absl.flags.Error):
             wanted = value_types.type_name(kinds[key])
