@@ -139,8 +139,8 @@ def with_kept(
     merged = dict(config)
     if kept.get("model_type") != config["model_type"]:
         return merged
-    for key in kept.keys() - _NOT_KEPT:
-        trial = merged | {key: kept[key]}
+    for key, value in kept.items():
+        trial = merged | ({} if key in _NOT_KEPT else {key: value})
         try:
             same = not differences(model, model_config_from_hf(trial))
         except ValueError:  # it contradicts another key, or the model has no such thing

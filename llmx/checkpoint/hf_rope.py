@@ -195,7 +195,8 @@ def write(form: Format, model: ModelConfig) -> dict[str, Any]:
         # Without them transformers scales by the factor alone.
         scaling = {key: value for key, value in scaling.items() if "mscale" not in key or value}
     written = {"rope_theta": model.rope_theta, "rope_scaling": scaling}
-    if scaling is None and not form.rope_by_kind:  # of transformers 5, null means what an absent key does
+    if scaling is None and not form.rope_by_kind:
+        # To transformers 5 null means what an absent key does: of gpt_oss yarn.
         written |= {"rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta}}
     local = model.rope_theta_local or model.rope_theta
     if PARTIAL in form.absent:

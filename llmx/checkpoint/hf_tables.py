@@ -289,8 +289,8 @@ FORMATS = {
             "add_cross_attention": (False,), "quantization_config": (None,),
         },
         also={
-            "hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head",
-            "max_position_embeddings": "n_positions",
+            "hidden_size": "n_embd", "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head", "max_position_embeddings": "n_positions",
         },
         whole_heads=True,
     ),

@@ -124,9 +124,9 @@ def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
             value = config_lib.get_value(read([f"--config.{key}={text}"]), key)
             if key == "model.family" and value != (made := config.model.family):
                 problems.append(
-                    f"model.family={value!r} changes the name alone of a model that {path} makes as "
-                    f"{made!r}: use families.preset({value!r}, ...) in a config file, which sets what "
-                    "the family has too"
+                    f"model.family={value!r} changes the name alone of a model that {path} makes "
+                    f"as {made!r}: use families.preset({value!r}, ...) in a config file, which "
+                    "also sets what the family has"
                 )
                 continue
             config_lib.set_value(config, key, value)

@@ -11,8 +11,8 @@ def problems(model: Any) -> Iterator[str]:
     low, high = model.rope_low_freq, model.rope_high_freq
     if model.rope_scaling == "llama3" and low >= high:
         yield (
-            f"model.rope_low_freq={low:g} is not below model.rope_high_freq={high:g}: pairs between "
-            "the two are blended; use 1 and 4, or those that the model was trained with"
+            f"model.rope_low_freq={low:g} is not below model.rope_high_freq={high:g}: pairs "
+            "between the two are blended; use 1 and 4, or those that the model was trained with"
         )
     slow, fast = model.rope_beta_slow, model.rope_beta_fast
     if model.rope_scaling == "yarn" and slow > fast:
@@ -22,6 +22,6 @@ def problems(model: Any) -> Iterator[str]:
         )
     if model.rope_scaling == "yarn" and model.rope_theta == 1:
         yield (
-            "model.rope_theta=1 with model.rope_scaling='yarn': all pairs turn alike, and none lies "
-            "between others; use a base above 1"
+            "model.rope_theta=1 with model.rope_scaling='yarn': all pairs turn alike, and none "
+            "lies between others; use a base above 1"
         )
