@@ -62,7 +62,7 @@ class ModelConfig:
     rope_factor: float = bounded(1.0, above=0)  # by how much the context was stretched
     # llama3: fewer turns than this in the old context stretch fully
     rope_low_freq: float = bounded(1.0, above=0)
-    rope_high_freq: float = bounded(4.0, above=0)  # llama3: above this many turns, do not stretch
+    rope_high_freq: float = 4.0  # llama3: above this many turns, do not stretch
     rope_old_context: int = bounded(8192, at_least=1)  # llama3 and yarn: context before stretching
     # yarn: above this many turns in the old context, do not stretch
     rope_beta_fast: float = bounded(32.0, above=0)
