@@ -136,5 +136,5 @@ def _renamed(family: str, made: str, path: str) -> str:
     """Why a flag does not make another family of a model."""
     return (
         f"model.family={family!r} changes the name alone of a model that {path} makes as {made!r}: "
-        f"use families.preset({family!r}, ...) in a config file, which also sets what the family has"
+        f"use families.preset({family!r}, ...) in a config file, which also sets what that has"
     )
