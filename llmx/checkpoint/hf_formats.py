@@ -139,8 +139,8 @@ def with_kept(
     merged = dict(config)
     if kept.get("model_type") != config["model_type"]:
         return merged
-    for key, value in kept.items():
-        trial = merged | ({} if key in _NOT_KEPT else {key: value})
+    for key in [key for key in kept if key not in _NOT_KEPT]:
+        trial = merged | {key: kept[key]}
         try:
             same = not differences(model, model_config_from_hf(trial))
         except ValueError:  # it contradicts another key, or the model has no such thing

@@ -25,7 +25,7 @@ def renamed(form: Format, config: Mapping[str, Any]) -> dict[str, Any]:
         if other in config and config.setdefault(key, config[other]) != config.pop(other):
             raise ValueError(
                 f"config.json has {key}={shown(config[key])} and another value at {other!r}, which "
-                f"names the same: leave one out"
+                "names the same: leave one out"
             )
     return config
 
