@@ -78,7 +78,8 @@ def to_hf(
         file.write_bytes(_tokenizer_file(coder))
         hf.export(
             params, model, directory, tokenizer_file=file,
-            end_token=coder.end_of_document, files=coder.files, ids=hf_files.ids_of(coder),
+            end_token=coder.end_of_document, ids=hf_files.ids_of(coder),
+            files=coder.files if came_from else hf_files.borrowed(coder.files),
             dtype=dtype or (known if came_from else "float32"),
         )  # fmt: skip
     return step

@@ -494,6 +494,8 @@ def _width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
             f"{products.granularity!r} round together must not be split otherwise: {remedy}"
         )
         return
+    if families.problems(config.model):
+        return  # no parameters have such shapes
     table = layout_of(config).optimizer
     for leaf in state_memory.leaves(config.model):
         if leaf.is_matrix and state_memory.unsplit(leaf, table, sizes):
