@@ -183,10 +183,7 @@ def _sections(config: Config) -> list[str]:
         "sync": strategy.conflicts(config), "launch": launch.problems(config.launch),
         "checkpoint": checkpointer.problems(config.checkpoint),
         "rollback": divergence.problems(config.rollback),
-        "optimizer": optimizers.problems(
-            config.optimizer,
-            offloaded=[key for key in ("optimizer", "parameters") if vars(config.offload)[key]],
-        ),
+        "optimizer": optimizers.problems(config.optimizer),
         "products": quantized.problems(config.products),
         "loss_scale": loss_scale.problems(config.loss_scale),
     }  # fmt: skip
@@ -318,7 +315,8 @@ def stage_problems(config: Config, stages: int) -> Iterator[str]:
     microbatches = config.batch.accumulation
     try:
         table = utilization.table_of(config)
-        cut = stages_lib.cut(config.model.num_blocks, table.stage_of, config.pipeline.layers)
+        # Raises ValueError for layers that do not fit.
+        stages_lib.cut(config.model.num_blocks, table.stage_of, config.pipeline.layers)
         yield from _deferred(config, table)
         yield from _predicted(config, table)
         if config.sharding.turns > 1 and table.splits_backward:
@@ -332,12 +330,6 @@ def stage_problems(config: Config, stages: int) -> Iterator[str]:
                 f"model.repeats={config.model.repeats} with pipeline.schedule="
                 f"{config.pipeline.schedule!r}, which leaves the weight gradient of each product "
                 "for later, and a layer has one of each pass: use repeats=1 or another schedule"
-            )
-        if config.optimizer.name == "adafactor" and len(set(cut.layers)) > 1:
-            yield (
-                f"optimizer.name='adafactor' with {cut.layers} layers in the model chunks of a "
-                "pipeline: its means over a weight's layers would count empty slots; use "
-                "chunks of equal size, or another optimizer"
             )
     except ValueError as error:
         yield f"mesh.stage={stages}, batch.accumulation={microbatches}: {error}"
