@@ -17,7 +17,7 @@ import math
 from typing import NamedTuple
 
 from llmx.aot import links
-from llmx.config import Config, recipe, state_memory, utilization
+from llmx.config import Config, recipe, utilization
 from llmx.model import costs, remat_costs
 from llmx.plan import (
     candidates,
@@ -33,7 +33,7 @@ from llmx.plan import passes as passes_lib
 from llmx.plan.candidates import Candidate, Group, Placement, Space
 from llmx.plan.machines import Machine
 from llmx.plan.operators import BACKWARD, FORWARD, LOSS
-from llmx.step import moments
+from llmx.step import moments, optimizers
 
 # Rules whose layers are not the same in chunks of the model as in the whole.
 _BY_PLACE = ("sqrt", "every_", ":")
@@ -254,8 +254,7 @@ class Bounds:
         """Without what pads the vocabulary: parameters, moments, sums of gradients."""
         run = self.space.base
         param = recipe.policy_of(run).param
-        kept = (state_memory.moments_of(run, leaf) for leaf in state_memory.leaves(run.model))
-        arrays = 0 if run.offload.optimizer else min(kept)
+        arrays = 0 if run.offload.optimizer else min(optimizers.num_moments(run.optimizer))
         number = param.itemsize + arrays * moments.number_bytes(run.optimizer.moments, param)
         total = costs.num_parameters(run.model) * (number + memory.FP32)
         return total / self.space.num_devices

@@ -253,6 +253,14 @@ def _kept_shapes(optimizer: Callable, shape, axes, *values: Any) -> tuple[tuple[
     return tuple(leaf.shape for leaf in jax.tree.leaves(state) if _is_of(leaf.shape, shape))
 
 
+def num_moments(config: OptimizerConfig) -> tuple[int, int]:
+    """Arrays as large as the parameters that an optimizer keeps, for matrices of the blocks and for
+    other matrices, where these are large enough to be factored."""
+    block = (2, 256, 384), ("layers", "embed", "mlp")
+    other = (512, 256), ("vocab", "embed")
+    return tuple(kept_shapes(config, *each).count(each[0]) for each in (block, other))
+
+
 def _is_of(shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
     """Whether an array of a state is of a parameter's shape, or of means over some dimensions."""
     same = len(shape) == len(param) > 0

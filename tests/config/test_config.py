@@ -98,10 +98,6 @@ BAD = [
     (dict(pipeline__schedule="none"), 1, ["pipeline.schedule='none'", "gpipe"]),
     (dict(mesh__stage=4, batch__accumulation=8), 4, ["3 layers", "4 model chunks", "at most 3"]),
     (
-        dict(mesh__stage=2, optimizer__name="adafactor"), 2,
-        ["adafactor", "(2, 1) layers", "equal size"],
-    ),
-    (
         dict(mesh__stage=2, pipeline__schedule="interleaved_1f1b", batch__accumulation=2), 2,
         ["3 layers", "4 model chunks"],
     ),
