@@ -471,24 +471,24 @@ def _width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     ways, of_clicks = math.prod(over.values()), config.model.recommender.name
     if of_clicks and not config.model.recommender.features:
         return  # what is wrong with it has been said
-    if ways == 1 or (width % ways == 0 and not of_clicks):
+    if ways == 1:
         return
-    what = f"a layer of {of_clicks!r}" if of_clicks else f"model.width={width}"
-    found = (
-        f"{what} does not divide over {ways} = {sharding.mesh_text(over)}, over which layout "
-        f"{layout!r} splits it"
-    )
+    of_model = f"a layer of {of_clicks!r}" if of_clicks else f"model.width={width}"
+    text = f"does not divide over {ways} = {sharding.mesh_text(over)}, over which layout {layout!r}"
+    found = f"{of_model} {text} splits it"
     remedy = f"use a multiple of {ways}, a smaller fsdp axis, or layout 'ddp'"
     products = config.products
-    if products.gather or products.granularity == "block":
+    if width % ways and not of_clicks and (products.gather or products.granularity == "block"):
         yield (
             f"{found}, and what products.gather={products.gather!r} and products.granularity="
             f"{products.granularity!r} round together must not be split otherwise: {remedy}"
         )
         return
     table = layout_of(config).optimizer
-    for leaf in state_memory.leaves(config.model):
+    for leaf in (*state_memory.leaves(config.model), *state_memory.of_adapters(config)):
         if leaf.is_matrix and state_memory.unsplit(leaf, table, sizes):
+            if (size := leaf.shape[leaf.axes.index("embed")]) != width and not of_clicks:
+                found = f"the rank {size} of {leaf.name} {text} splits it"
             yield (
                 f"{found}, and no other dimensions of {leaf.name}, {leaf.shape} of {leaf.axes}, "
                 f"do: {remedy}; or two axes, as mesh.data and mesh.fsdp, of which the one divides "

@@ -16,7 +16,7 @@ import jax
 from llmx import sharding
 from llmx.config import Config, utilization
 from llmx.config.axes import layout_of
-from llmx.model import apply, precision, quantization
+from llmx.model import adapters, apply, precision, quantization
 from llmx.model.families import ModelConfig
 from llmx.sharding import trees
 from llmx.step import moments, optimizers
@@ -61,12 +61,21 @@ def leaves(model: ModelConfig) -> tuple[Leaf, ...]:
 @functools.lru_cache(maxsize=64)
 def _leaves(*values: Any) -> tuple[Leaf, ...]:
     """`values`: of the fields of a `ModelConfig`, which itself has no hash."""
-    shapes, axes = apply.abstract_parameters(ModelConfig(*values))
+    return _listed(*apply.abstract_parameters(ModelConfig(*values)))
+
+
+def _listed(shapes: Any, axes: Any) -> tuple[Leaf, ...]:
     names = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    return tuple(
-        Leaf(sharding.path_name(path), tuple(leaf.shape), tuple(of))
-        for (path, leaf), of in zip(jax.tree_util.tree_leaves_with_path(shapes), names, strict=True)
-    )
+    pairs = zip(trees.named(shapes).items(), names, strict=True)
+    return tuple(Leaf(name, tuple(leaf.shape), tuple(of)) for (name, leaf), of in pairs)
+
+
+def of_adapters(run: Config) -> tuple[Leaf, ...]:
+    """The adapters that a run trains."""
+    if not run.adapters.rank:
+        return ()
+    of_model = apply.abstract_parameters(run.model)
+    return _listed(*adapters.shapes_and_axes(run.adapters, *of_model))
 
 
 def learned_scales(run: Config) -> tuple[Leaf, ...]:
@@ -74,13 +83,8 @@ def learned_scales(run: Config) -> tuple[Leaf, ...]:
     if not run.quantization.learns:
         return ()
     shapes, axes = apply.abstract_parameters(run.model)
-    shapes, axes = quantization.with_steps(run.quantization, shapes, axes)
-    names = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    pairs = zip(trees.named(shapes).items(), names, strict=True)
-    return tuple(
-        Leaf(name, tuple(leaf.shape), tuple(of)) for (name, leaf), of in pairs
-        if name.endswith(f"/{quantization.LOG_STEP}")
-    )  # fmt: skip
+    listed = _listed(*quantization.with_steps(run.quantization, shapes, axes))
+    return tuple(leaf for leaf in listed if leaf.name.endswith(f"/{quantization.LOG_STEP}"))
 
 
 def unsplit(leaf: Leaf, table: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> bool:
