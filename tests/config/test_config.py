@@ -87,6 +87,12 @@ BAD = [
     (dict(batch__sequence_length=512), 1, ["sequence_length=512", "max_positions=256"]),
     (dict(model__width=60, model__mlp_dim=100), 8,
      ["model.width=60", "data8", "zero3", "multiple of 8"]),
+    # Ranks stand for the width in what follows it, and adapters have fewer dimensions to split.
+    (dict(model__ranks=("attention=3",), model__num_heads=5, model__num_kv_heads=5,
+          model__head_dim=6, mesh__fsdp=4, sharding__gather="step"), 4,
+     ["1 problem", "the rank 3 of blocks/attention/key/kernel/up", "fsdp4", "multiple of 4"]),
+    (dict(model__width=60, adapters__rank=3, mesh__fsdp=8, sharding__gather="step"), 8,
+     ["model.width=60", "blocks/attention/key/kernel/down", "fsdp8", "multiple of 8"]),
     (dict(mesh__data=3), 8, ["data3", "3 devices", "there are 8"]),
     (dict(mesh__tensor=3), 8, ["tensor3", "8 devices", "does not divide"]),
     (dict(mesh__fsdp=-1), 8, ["['data', 'fsdp']", "only one axis"]),
