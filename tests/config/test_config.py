@@ -87,6 +87,12 @@ BAD = [
     (dict(batch__sequence_length=512), 1, ["sequence_length=512", "max_positions=256"]),
     (dict(model__width=60, model__mlp_dim=100), 8,
      ["model.width=60", "data8", "zero3", "multiple of 8"]),
+    # Ranks stand for the width in what follows it, and adapters have fewer dimensions to split.
+    (dict(model__ranks=("attention=3",), model__num_heads=5, model__num_kv_heads=5,
+          model__head_dim=6, mesh__fsdp=4, sharding__gather="step"), 4,
+     ["1 problem", "the rank 3 of blocks/attention/key/kernel/up", "fsdp4", "multiple of 4"]),
+    (dict(model__width=60, adapters__rank=3, mesh__fsdp=8, sharding__gather="step"), 8,
+     ["model.width=60", "blocks/attention/key/kernel/down", "fsdp8", "multiple of 8"]),
     (dict(mesh__data=3), 8, ["data3", "3 devices", "there are 8"]),
     (dict(mesh__tensor=3), 8, ["tensor3", "8 devices", "does not divide"]),
     (dict(mesh__fsdp=-1), 8, ["['data', 'fsdp']", "only one axis"]),
@@ -97,10 +103,6 @@ BAD = [
     ),
     (dict(pipeline__schedule="none"), 1, ["pipeline.schedule='none'", "gpipe"]),
     (dict(mesh__stage=4, batch__accumulation=8), 4, ["3 layers", "4 model chunks", "at most 3"]),
-    (
-        dict(mesh__stage=2, optimizer__name="adafactor"), 2,
-        ["adafactor", "(2, 1) layers", "equal size"],
-    ),
     (
         dict(mesh__stage=2, pipeline__schedule="interleaved_1f1b", batch__accumulation=2), 2,
         ["3 layers", "4 model chunks"],
