@@ -78,7 +78,8 @@ def to_hf(
         file.write_bytes(_tokenizer_file(coder))
         hf.export(
             params, model, directory, tokenizer_file=file,
-            end_token=coder.end_of_document, files=coder.files, ids=hf_files.ids_of(coder),
+            end_token=coder.end_of_document, ids=hf_files.ids_of(coder),
+            files=coder.files if came_from else hf_files.borrowed(coder.files),
             dtype=dtype or (known if came_from else "float32"),
         )  # fmt: skip
     return step
@@ -100,8 +101,13 @@ def _dense_params(
     return params, restored.step
 
 
-def to_gguf(workdir: str, file: str, *, at_step: int | None = None, ema: bool | None = None) -> int:
+def to_gguf(
+    workdir: str, file: str, *, at_step: int | None = None, ema: bool | None = None,
+    dtype: str = "float32",
+) -> int:  # fmt: skip
     """Writes the parameters of a run as one GGUF file, new, and returns the checkpoint's step.
+
+    Prints what the file does not say of the tokenizer.
 
     Args: as of `to_hf`.
 
@@ -116,10 +122,14 @@ def to_gguf(workdir: str, file: str, *, at_step: int | None = None, ema: bool | 
         raise ValueError("\n".join(found))
     coder = tokenizers.load(f"{workdir}/tokenizer.json")
     params, step = _dense_params(run, shapes, ema=ema, at_step=at_step)
-    gguf_file.export(
-        params, model, file, tokenizer=json.loads(_tokenizer_file(coder)),
-        end_token=coder.end_of_document,
+    own = coder.special.get(coder.names["eos_token"], coder.end_of_document)
+    lines = gguf_file.export(
+        params, model, file, tokenizer=_tokenizer_content(coder),
+        end_token=[own, *(token for token in coder.stop_tokens if token != own)],
+        names=coder.names, template=coder.template, dtype=dtype,
     )  # fmt: skip
+    for line in lines:
+        launch.log(f"warning: {file}: {line}")
     return step
 
 
@@ -130,7 +140,8 @@ def to_peft(
 
     Args: as of `to_hf`.
 
-    Raises ValueError if the run has no adapters, or no such checkpoint.
+    Raises ValueError if the run has no adapters, or no such checkpoint, or the family's format
+    cannot represent the model to which PEFT adds them.
     """
     if remote.is_url(directory):
         return _to_store(
@@ -144,6 +155,7 @@ def to_peft(
             f"--to-peft: the run in {workdir} has no adapters (adapters.rank=0): export its model "
             "with --to-hf"
         )
+    hf_formats.model_config_to_hf(run.model)  # raises before anything large is read
     restored = model_params.restore_adapters(
         workdir, _abstract_params(run), run.adapters, ema=_average(run, ema), step=at_step,
         log=launch.log,
@@ -268,6 +280,13 @@ def _tokenizer_file(coder: tokenizers.Tokenizer) -> bytes:
     return tokenizer.to_str().encode()
 
 
+def _tokenizer_content(coder: tokenizers.Tokenizer) -> dict[str, Any]:
+    """What a tokenizer.json says of it, with the tokens that it made special."""
+    if isinstance(coder, tokenizers.FileTokenizer):
+        return coder.content()
+    return json.loads(_tokenizer_file(coder))
+
+
 def _command() -> argparse.ArgumentParser:
     command = argparse.ArgumentParser(
         prog="python -m llmx.convert", allow_abbrev=False,
@@ -286,7 +305,9 @@ def _command() -> argparse.ArgumentParser:
     command.add_argument("--step", type=int, help="checkpoint to write; the newest by default")
     average = "write the average of the parameters; by default if the run keeps one"
     command.add_argument("--ema", action=argparse.BooleanOptionalAction, help=average)
-    dtypes = "to write; by default that of the imported checkpoint, or float32"
+    dtypes = (
+        "to write; by default that of the imported checkpoint, or float32, in a GGUF file float32"
+    )
     command.add_argument("--dtype", choices=sorted(hf_reader.DTYPES), help=dtypes)
     named = '"bytes" or a tokenizer.json; by default that of the imported directory'
     command.add_argument("--tokenizer", metavar="NAME", default="", help=named)
@@ -302,10 +323,8 @@ def main(argv: list[str] | None = None) -> int:
     args = command.parse_args(argv)
     if args.from_hf and (args.step, args.ema, args.dtype) != (None, None, None):
         command.error("--step, --ema and --dtype go with --to-hf")
-    if args.to_gguf and args.dtype:
-        command.error("--dtype goes with --to-hf: a GGUF file is in float32, packed weights apart")
     if args.to_peft and args.dtype:
-        command.error("--dtype goes with --to-hf: adapters are written in float32")
+        command.error("--dtype goes with --to-hf and --to-gguf: adapters are written in float32")
     if args.tokenizer and not args.from_hf:
         command.error("--tokenizer goes with --from-hf")
     # Nothing is computed, and the host has more memory than a device.
@@ -315,7 +334,8 @@ def main(argv: list[str] | None = None) -> int:
             from_hf(args.from_hf, args.workdir, tokenizer=args.tokenizer)
             launch.log(f"{args.from_hf} is now the run in {args.workdir}, at step 0")
         elif args.to_gguf:
-            step = to_gguf(args.workdir, args.to_gguf, at_step=args.step, ema=args.ema)
+            dtype = args.dtype or "float32"
+            step = to_gguf(args.workdir, args.to_gguf, at_step=args.step, ema=args.ema, dtype=dtype)
             launch.log(f"step {step} of {args.workdir} is now in {args.to_gguf}")
         elif args.to_peft:
             step = to_peft(args.workdir, args.to_peft, at_step=args.step, ema=args.ema)

@@ -1,19 +1,23 @@
 """A run as one GGUF file, which llama.cpp and its kin load, and transformers reads.
 
 Packed weights become blocks of 32 numbers with a scale in fp16: Q4_0 of int4, Q8_0 of int8, each
-code as it is. Other tensors are in fp32. Source of the format: ggml-org/ggml, docs/gguf.md; it is
+code as it is. Other matrices are in fp32, fp16 or bf16. What the file's reader will compute is
+compared with the model: `read_back`. Source of the format: ggml-org/ggml, docs/gguf.md; it is
 written by the package `gguf` (the extra quant).
 """
 
+import dataclasses
 import functools
+import math
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from llmx.checkpoint import hf, hf_formats, hf_packed, writer
-from llmx.model import packed
+from llmx.checkpoint import gguf_tokenizer, hf, hf_formats, hf_packed, hf_reader, writer
+from llmx.checkpoint.hf_values import HINTS
+from llmx.model import families, packed
 from llmx.model.families import ModelConfig
 
 BLOCK = 32  # numbers of a Q4_0 or Q8_0 block
@@ -22,7 +26,17 @@ ARCHITECTURES = {
     "llama3": ("llama", True), "mistral": ("llama", True), "qwen2": ("qwen2", False),
     "qwen3": ("qwen3", False),
 }  # fmt: skip
-TOKEN, CONTROL = 1, 3  # kinds of tokens
+# The family as which an architecture is computed: of it is all that a file does not say.
+COMPUTED_AS = {"llama": "llama3", "qwen2": "qwen2", "qwen3": "qwen3"}
+# Our field -> key behind the architecture's name.
+KEYS = {
+    "max_positions": "context_length", "width": "embedding_length", "num_layers": "block_count",
+    "mlp_dim": "feed_forward_length", "num_heads": "attention.head_count",
+    "num_kv_heads": "attention.head_count_kv", "head_dim": "attention.key_length",
+    "rope_theta": "rope.freq_base", "norm_eps": "attention.layer_norm_rms_epsilon",
+    "vocab_size": "vocab_size",
+}  # fmt: skip
+OF_HEADS = ("attention.value_length", "rope.dimension_count")  # the same as "head_dim"
 
 
 def problems(model: ModelConfig, params: Mapping[str, Any]) -> list[str]:
@@ -33,10 +47,11 @@ def problems(model: ModelConfig, params: Mapping[str, Any]) -> list[str]:
             f"model.family={model.family!r} is not written as GGUF: use one of "
             f"{', '.join(ARCHITECTURES)}, or --to-hf and llama.cpp's own converter"
         )
-    if model.rope_scaling != "none":
+    elif different := hf_formats.differences(model, read_back(model), ignore=("family",)):
+        name, _ = ARCHITECTURES[model.family]
         found.append(
-            f"model.rope_scaling={model.rope_scaling!r} is not written as GGUF: use --to-hf and "
-            "llama.cpp's own converter"
+            f"a GGUF file of architecture {name!r} cannot represent {different}: change the "
+            "model, or see whether --to-hf can"
         )
     for name, leaf in packed.named(params).items():
         if not packed.is_packed(leaf):
@@ -52,19 +67,50 @@ def problems(model: ModelConfig, params: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def read_back(model: ModelConfig) -> ModelConfig:
+    """The model that llama.cpp computes of the file of a model: by its keys, by which tensors it
+    has, and else by its architecture."""
+    name, _ = ARCHITECTURES[model.family]
+    tensors = {row.ours for row in hf_formats.rows(model)}
+    values = _metadata(model)
+    return dataclasses.replace(
+        families.preset(COMPUTED_AS[name]), **{field: values[key] for field, key in KEYS.items()},
+        tied_head="head" not in tensors, qkv_bias="blocks/attention/query/bias" in tensors,
+        qk_norm="blocks/attention/query_norm/scale" in tensors,
+    )  # fmt: skip
+
+
+def _metadata(model: ModelConfig) -> dict[str, int | float]:
+    """What a file says of a model, by keys without the architecture's name."""
+    values = {key: _stored(HINTS[field](vars(model)[field])) for field, key in KEYS.items()}
+    return values | dict.fromkeys(OF_HEADS, model.head_dim)
+
+
+def _stored(value: int | float) -> int | float:
+    """A number as a file has it, but for rounding: floats are of 32 bits."""
+    if isinstance(value, int):
+        return value
+    with np.errstate(over="ignore"):
+        stored = float(np.float32(value))
+    return value if math.isclose(stored, value, rel_tol=1e-6) else stored
+
+
 def export(
     params: Mapping[str, Any], model: ModelConfig, file: str | pathlib.Path, *,
-    tokenizer: Mapping[str, Any] | None = None, end_token: int | None = None,
-) -> None:  # fmt: skip
-    """Writes a new file.
+    tokenizer: Mapping[str, Any] | None = None, end_token: int | Sequence[int] | None = None,
+    names: Mapping[str, str] | None = None, template: str = "", dtype: str = "float32",
+) -> list[str]:  # fmt: skip
+    """Writes a new file, and returns lines on what it does not say of the tokenizer.
 
     Args:
       params: the model's parameters, a nested dict of numpy or jax arrays, or packed.
       tokenizer: the contents of a tokenizer.json.
-      end_token: id of the token that ends a text.
+      end_token: id of the token that ends a text, or of several, the tokenizer's own first.
+      names, template: {"bos_token": "<s>", ...} and the chat template of the tokenizer.
+      dtype: of matrices that are not packed, a name in `hf_reader.DTYPES`; vectors are in float32.
 
-    Raises ValueError for `problems` and an existing file, and `writer.Unwritten` where the disk
-    takes none.
+    Raises ValueError for `problems`, an existing file and numbers that the dtype does not hold, and
+    `writer.Unwritten` where the disk takes none.
     """
     import gguf
 
@@ -74,12 +120,18 @@ def export(
     if file.exists():
         raise ValueError(f"{file} exists: name a new file")
     name, halves = ARCHITECTURES[model.family]
-    out = gguf.GGUFWriter(None, name)
-    _describe(out, model)
+    out = _writer(name)
+    metadata, lines = {f"{name}.{key}": value for key, value in _metadata(model).items()}, []
     if tokenizer is not None:
-        _add_tokenizer(out, tokenizer, model.vocab_size, end_token)
+        ends = [end_token] if isinstance(end_token, int) else list(end_token or ())
+        of_tokenizer, lines = gguf_tokenizer.metadata(
+            tokenizer, model.vocab_size, names=names, end_tokens=ends, template=template
+        )
+        metadata |= of_tokenizer
+    for key, value in metadata.items():
+        _add_value(out, key, value)
     architecture = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[name]
-    names = gguf.get_tensor_name_map(architecture, model.num_layers)
+    tensor_map = gguf.get_tensor_name_map(architecture, model.num_layers)
     arrays = hf.checked_params(params, model)
     for theirs, (row, index) in hf_formats.tensor_names(
         model, prefix=hf_formats.FORMATS[model.family].prefix
@@ -87,8 +139,8 @@ def export(
         heads = {"q_proj": model.num_heads, "k_proj": model.num_kv_heads}
         of_heads = next((num for part, num in heads.items() if f".{part}." in theirs), 0)
         order = functools.partial(_interleaved, heads=of_heads if halves else 0)
-        short = names.get_name(theirs, try_suffixes=(".weight", ".bias"))
-        _add(out, short, row, index, arrays, model, order)
+        short = tensor_map.get_name(theirs, try_suffixes=(".weight", ".bias"))
+        _add(out, short, row, index, arrays, model, order, dtype)
     temporary = file.with_name(f".{file.name}.tmp")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -101,46 +153,34 @@ def export(
         temporary.unlink(missing_ok=True)
         cause, remedy = writer.reason(error)
         raise writer.Unwritten(f"{file} cannot be written: {cause}: {remedy}") from error
+    return lines
 
 
-def _describe(out: Any, model: ModelConfig) -> None:
-    out.add_context_length(model.max_positions)
-    out.add_embedding_length(model.width)
-    out.add_block_count(model.num_layers)
-    out.add_feed_forward_length(model.mlp_dim)
-    out.add_head_count(model.num_heads)
-    out.add_head_count_kv(model.num_kv_heads)
-    out.add_key_length(model.head_dim)
-    out.add_value_length(model.head_dim)
-    out.add_rope_dimension_count(model.head_dim)
-    out.add_rope_freq_base(model.rope_theta)
-    out.add_layer_norm_rms_eps(model.norm_eps)
-    out.add_vocab_size(model.vocab_size)
-    if model.window:
-        out.add_sliding_window(model.window)
+def _writer(architecture: str) -> Any:
+    """The library's, that also takes an empty list of strings: merges of a tokenizer of bytes."""
+    import gguf
+
+    class Writer(gguf.GGUFWriter):
+        def _pack_val(self, val, vtype, add_vtype, sub_type=None):
+            if vtype is not gguf.GGUFValueType.ARRAY or val:
+                return super()._pack_val(val, vtype, add_vtype, sub_type)
+            kinds = (
+                (vtype, gguf.GGUFValueType.STRING) if add_vtype else (gguf.GGUFValueType.STRING,)
+            )
+            return b"".join(self._pack("I", kind) for kind in kinds) + self._pack("Q", 0)
+
+    return Writer(None, architecture)
 
 
-def _add_tokenizer(
-    out: Any, tokenizer: Mapping[str, Any], vocab_size: int, end_token: int | None
-) -> None:  # fmt: skip
-    """A BPE tokenizer; others are left out, and so is how text is cut before it."""
-    vocab, merges = tokenizer["model"].get("vocab"), tokenizer["model"].get("merges")
-    if not isinstance(vocab, dict) or merges is None:
-        return
-    by_id = {number: (text, TOKEN) for text, number in vocab.items()}
-    for token in tokenizer.get("added_tokens", []):
-        by_id[token["id"]] = token["content"], CONTROL if token["special"] else TOKEN
-    tokens = [by_id.get(number, (f"[unused{number}]", CONTROL)) for number in range(vocab_size)]
-    out.add_tokenizer_model("gpt2")
-    out.add_tokenizer_pre("default")
-    out.add_token_list([text for text, _ in tokens])
-    out.add_token_types([kind for _, kind in tokens])
-    # A list of strings has at least one.
-    joined = [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
-    out.add_token_merges(joined or ["a b"])
-    if end_token is not None:
-        out.add_eos_token_id(end_token)
-        out.add_bos_token_id(end_token)
+def _add_value(out: Any, key: str, value: Any) -> None:
+    import gguf
+
+    kinds = gguf.GGUFValueType
+    of_type = {
+        str: kinds.STRING, bool: kinds.BOOL, int: kinds.UINT32, float: kinds.FLOAT32,
+        list: kinds.ARRAY,
+    }  # fmt: skip
+    out.add_key_value(key, value, of_type[type(value)])
 
 
 def _interleaved(array: np.ndarray, heads: int) -> np.ndarray:
@@ -151,17 +191,35 @@ def _interleaved(array: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(array.shape)
 
 
-def _add(out, name: str, row, index: tuple, arrays: Mapping, model: ModelConfig, order) -> None:
+def _add(
+    out, name: str, row, index: tuple, arrays: Mapping, model: ModelConfig, order, dtype: str
+) -> None:
     """One tensor, in blocks if it is packed."""
     import gguf
 
     leaf = arrays[row.paths[0]]
     if not packed.is_packed(leaf):
         parts = list(hf.parts_of(row, index, arrays, model))
-        out.add_tensor(name, order(np.ascontiguousarray(np.concatenate(parts), np.float32)))
+        whole = order(np.ascontiguousarray(np.concatenate(parts), np.float32))
+        kind = hf_reader.numpy_dtype(dtype if whole.ndim > 1 else "float32")
+        with np.errstate(over="ignore"):
+            stored = whole.astype(kind)
+        if np.isfinite(whole).all() > np.isfinite(stored).all():
+            raise ValueError(
+                f"{name} has numbers up to {np.abs(whole).max():g}, beyond {dtype}: use --dtype "
+                "bfloat16 or float32"
+            )
+        # The library knows no bfloat16 of numpy.
+        raw = gguf.GGMLQuantizationType.BF16 if dtype == "bfloat16" and whole.ndim > 1 else None
+        out.add_tensor(name, stored if raw is None else stored.view(np.uint8), raw_dtype=raw)
         return
     convert = functools.partial(hf.to_theirs, row, sizes=hf_formats.dimension_sizes(model))
     codes, scales = map(order, hf_packed.codes_and_scales(row, arrays, convert, index))
+    if scales.max() > np.finfo(np.float16).max:
+        raise ValueError(
+            f"{name} has scales up to {scales.max():g}, and blocks of GGUF have them in fp16: use "
+            "--to-hf"
+        )
     kind = gguf.GGMLQuantizationType.Q4_0 if leaf.bits == 4 else gguf.GGMLQuantizationType.Q8_0
     out.add_tensor(name, blocks_of(codes, scales, leaf.bits), raw_dtype=kind)
 

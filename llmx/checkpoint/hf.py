@@ -18,6 +18,7 @@ import numpy as np
 from llmx.checkpoint import hf_files, hf_formats, hf_packed, hf_reader, streamed, writer
 from llmx.checkpoint.hf_formats import Tensor
 from llmx.checkpoint.hf_reader import CONFIG, INDEX, WEIGHTS, listed
+from llmx.data import tokenizer_files
 from llmx.model import packed
 from llmx.model.families import ModelConfig
 from llmx.sharding import trees
@@ -71,8 +72,9 @@ def export(
     writer.require_new(directory)
     config = hf_formats.model_config_to_hf(model)
     files = files or {}
-    config |= hf_files.special_ids(files, end_token=end_token, ids=ids)
     config |= {"torch_dtype": dtype, "use_cache": True}
+    config = hf_formats.with_kept(config, model, tokenizer_files.imported_config(files))
+    config |= hf_files.special_ids(files, end_token=end_token, ids=ids)
     arrays = checked_params(params, model)
     names = hf_formats.tensor_names(model, prefix=hf_formats.FORMATS[model.family].prefix)
     tensors = {}

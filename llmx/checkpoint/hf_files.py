@@ -34,9 +34,18 @@ def special_ids(
     # Without these keys the defaults of some families end texts at token 1 or 2.
     found: dict[str, Any] = dict.fromkeys(_IDS) | dict(ids or {}) | {"eos_token_id": end_token}
     for key in _IDS:
-        if tokenizer_files.ids(imported, key, tokenizer_files.IMPORTED_CONFIG):
+        given = tokenizer_files.ids(imported, key, tokenizer_files.IMPORTED_CONFIG)
+        if given or (key in imported and key != "eos_token_id"):  # null = there is no such token
             found[key] = imported[key]
     return found
+
+
+def borrowed(files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """The files of a run that has only its tokenizer from a checkpoint: of the config.json there
+    the ids of tokens alone."""
+    imported = tokenizer_files.imported_config(files)
+    ids = {key: imported[key] for key in _IDS if key in imported}
+    return dict(files) | {tokenizer_files.IMPORTED_CONFIG: json.dumps(ids).encode()}
 
 
 def dtype(files: Mapping[str, bytes], known: Collection[str]) -> str:

@@ -21,11 +21,15 @@ from llmx.checkpoint.hf_tables import (
     UNROTATED,
     Tensor,
 )
-from llmx.checkpoint.hf_values import OPTIONAL, check, get, get_field, get_object
+from llmx.checkpoint.hf_values import OPTIONAL, check, get, get_field, get_object, renamed
 from llmx.data.json_files import shown
 from llmx.model import families
 from llmx.model.families import LOCAL, ModelConfig
 
+# Of an imported config.json: what an export says itself, or does not have.
+_NOT_KEPT = {
+    "architectures", "dtype", "torch_dtype", "rope_parameters", "quantization_config", "auto_map",
+}  # fmt: skip
 # Constants of the computation in older files.
 BUFFERS = re.compile(r"(\.attn\.(bias|masked_bias)|rotary_emb\.inv_freq)$")
 
@@ -38,6 +42,7 @@ def model_config_from_hf(config: Mapping[str, Any]) -> ModelConfig:
     """
     family = _family_of(config)
     form = FORMATS[family]
+    config = renamed(form, config)
     for key, allowed in form.only.items():
         if key == "quantization_config" and form.mxfp4 and _is_mxfp4(config):
             continue
@@ -118,12 +123,30 @@ def model_config_to_hf(model: ModelConfig) -> dict[str, Any]:
     if different := differences(model, model_config_from_hf(config)):
         problem = f"a {form.model_type} checkpoint cannot represent {different}"
         raise ValueError(f"{problem}: change the model or its family")
-    if model.width % model.num_heads:
+    if form.whole_heads and model.width % model.num_heads:
         raise ValueError(
             f"model.width={model.width} is not a multiple of num_heads={model.num_heads}, which "
-            "transformers requires: change one of them"
+            f"transformers requires of a {form.model_type} model: change one of them"
         )
     return config
+
+
+def with_kept(
+    config: Mapping[str, Any], model: ModelConfig, kept: Mapping[str, Any]
+) -> dict[str, Any]:
+    """`config`, which is of `model`, with the keys and values of the config.json that the model was
+    imported from, as far as they describe the same model."""
+    merged = dict(config)
+    if kept.get("model_type") != config["model_type"]:
+        return merged
+    for key in [key for key in kept if key not in _NOT_KEPT]:
+        trial = merged | {key: kept[key]}
+        try:
+            same = not differences(model, model_config_from_hf(trial))
+        except ValueError:  # it contradicts another key, or the model has no such thing
+            continue
+        merged = trial if same else merged
+    return merged
 
 
 def _family_of(config: Mapping[str, Any]) -> str:

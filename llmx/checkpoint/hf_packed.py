@@ -29,6 +29,8 @@ def quantization_config(names: Mapping[str, tuple], arrays: Mapping[str, Any]) -
     """What config.json says of packed weights; {} where there are none.
 
     names: of tensors, with their row and index.
+
+    Raises ValueError where that is not what the weights are.
     """
     leaves = [leaf for leaf in arrays.values() if packed.is_packed(leaf)]
     if not leaves:
@@ -50,14 +52,38 @@ def quantization_config(names: Mapping[str, tuple], arrays: Mapping[str, Any]) -
         and not any(packed.is_packed(arrays[path]) for path in row.paths)
         and "embed" not in name
     ]  # fmt: skip
+    ignored = sorted({"lm_head", *kept})
+    for name, (row, _) in names.items():
+        module = name.removesuffix(".weight")
+        read = None if module in ignored or module == name or "embed" in name else weights
+        for path in row.paths:
+            _require_as_read(name, arrays[path], read)
     return {
         "quantization_config": {
             "quant_method": "compressed-tensors", "format": "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
-            "ignore": sorted({"lm_head", *kept}),
+            "ignore": ignored,
         }
     }  # fmt: skip
+
+
+def _require_as_read(name: str, leaf: Any, read: Mapping[str, Any] | None) -> None:
+    """Raises ValueError where config.json's one rule for packed weights is not this one's; `read`:
+    the rule, None = it says that the weight is not packed."""
+    is_packed = packed.is_packed(leaf)
+    if is_packed and read:
+        size, groups = packed.inputs_of(leaf)
+        own = leaf.bits, leaf.zero is None, size // groups
+        if own == (read["num_bits"], read["symmetric"], read["group_size"] or size):
+            return
+    elif not is_packed and (not read or leaf.ndim < 3):
+        return
+    stored = f"{leaf.bits} bits of {packed.inputs_of(leaf)}" if is_packed else "not packed"
+    raise ValueError(
+        f"{name} is {stored} (inputs, groups), and config.json has one rule for all, {read}: pack "
+        "all products with one format, group and symmetric"
+    )
 
 
 def shape_and_groups(

@@ -115,7 +115,13 @@ class Source:
             shape += [stop - start, *(sizes[x] for x in group[1:])]
             after += [slice(None), *(slice(*wanted[x]) for x in group[1:])]
             order += group
-        array = self._read(name, tuple(read)).reshape(shape)[tuple(after)]
+        array = self._read(name, tuple(read))
+        if not np.isfinite(array).all():
+            raise ValueError(
+                f"{name} in {self.directory} holds numbers that are NaN or infinite: download the "
+                "checkpoint again, or take one of an earlier step"
+            )
+        array = array.reshape(shape)[tuple(after)]
         ours = ("Z" if row.parts else "") + row.dims
         array = array.transpose([order.index(x) for x in ours])
         return array[0] if row.parts else array

@@ -43,6 +43,8 @@ def read(
     Raises ValueError for what the decoder, or the family, does not have.
     """
     new, old = get_object(config, "rope_parameters"), get_object(config, "rope_scaling")
+    if config.get("rope_parameters") is None and not old:
+        new = form.absent.get("rope_parameters", {})
     per_kind = bool(new.keys() & {FULL, SLIDING})
     if new and per_kind != form.rope_by_kind:
         wanted = f"by {FULL} and {SLIDING}" if form.rope_by_kind else "for all layers together"
@@ -50,6 +52,8 @@ def read(
             f"config.json has rope_parameters={shown(dict(new))}: of a {form.model_type} model "
             f"they are given {wanted}"
         )
+    if new and old and not per_kind and new.get("rope_type", "default") == "default":
+        new = {}  # of all versions rope_scaling wins
     if new and old and not per_kind:
         raise ValueError(
             f"config.json has rope_parameters and rope_scaling={shown(dict(old))}: leave one out"
@@ -191,6 +195,9 @@ def write(form: Format, model: ModelConfig) -> dict[str, Any]:
         # Without them transformers scales by the factor alone.
         scaling = {key: value for key, value in scaling.items() if "mscale" not in key or value}
     written = {"rope_theta": model.rope_theta, "rope_scaling": scaling}
+    if scaling is None and not form.rope_by_kind:
+        # To transformers 5 null means what an absent key does: of gpt_oss yarn.
+        written |= {"rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta}}
     local = model.rope_theta_local or model.rope_theta
     if PARTIAL in form.absent:
         share = model.rotated_dim / model.head_dim

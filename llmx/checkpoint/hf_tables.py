@@ -232,12 +232,16 @@ class Format:
     prefix: str  # of every tensor but the head; a checkpoint of the bare body lacks it
     tensors: tuple[Tensor, ...]
     keys: Mapping[str, str]  # our field -> key of config.json
-    absent: Mapping[str, Any]  # what a key that is left out means; no entry = it may not be
+    # What a key that is left out means, by the defaults of transformers' config of the model type;
+    # no entry = it may not be
+    absent: Mapping[str, Any]
     only: Mapping[str, tuple]  # keys with other values than these are refused; the first is written
     mxfp4: tuple[str, ...] = ()  # rows of `tensors`, by `ours`, that files may have as MXFP4
     windows: str = ""  # which layers have windows: see above; "" = none
     rope_by_kind: bool = False  # layers with a window have a base of their own, and no scaling
     rope_types: tuple[str, ...] = ("default", "linear", "llama3", "yarn")
+    also: Mapping[str, str] = dataclasses.field(default_factory=dict)  # other name -> key
+    whole_heads: bool = False  # transformers requires that heads divide the width
 
 
 _KEYS = {
@@ -258,7 +262,7 @@ _ROTARY_ABSENT = {
     "tie_word_embeddings": False, "rope_theta": 10_000.0,
 }  # fmt: skip
 _GEMMA_ABSENT = {
-    "head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    "num_key_value_heads": 4, "head_dim": 256, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256, "sliding_window": 4096,
 }  # fmt: skip
 _WINDOW = {"window": "sliding_window"}
@@ -284,15 +288,20 @@ FORMATS = {
             "scale_attn_weights": (True,), "scale_attn_by_inverse_layer_idx": (False,),
             "add_cross_attention": (False,), "quantization_config": (None,),
         },
+        also={
+            "hidden_size": "n_embd", "num_hidden_layers": "n_layer",
+            "num_attention_heads": "n_head", "max_position_embeddings": "n_positions",
+        },
+        whole_heads=True,
     ),
     "llama3": Format(
         "llama", "LlamaForCausalLM", "model.", (*_ROTARY, *_PRE_NORMS, HEAD),
         keys=_KEYS, absent=_ROTARY_ABSENT,
-        only=_NO_BIAS | {"mlp_bias": (False,), "hidden_act": ("silu",)},
+        only=_NO_BIAS | {"mlp_bias": (False,), "hidden_act": ("silu",)}, whole_heads=True,
     ),
     "qwen3": Format(
         "qwen3", "Qwen3ForCausalLM", "model.", (*_ROTARY, *_PRE_NORMS, *_QK_NORMS, HEAD),
-        keys=_KEYS, absent=_ROTARY_ABSENT | {"head_dim": 128},
+        keys=_KEYS, absent=_ROTARY_ABSENT | {"num_key_value_heads": 32, "head_dim": 128},
         only=_NO_BIAS | {"use_sliding_window": (False,), "hidden_act": ("silu",)},
     ),
     "mistral": Format(
@@ -344,10 +353,11 @@ FORMATS = {
             "num_experts": "num_local_experts", "expert_dim": "intermediate_size",
         },
         absent=_ROTARY_ABSENT | {
-            "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "num_local_experts": 8,
-            "num_experts_per_tok": 2,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0,
+            "num_local_experts": 8, "num_experts_per_tok": 2,
         },
         only=_NO_BIAS | {"hidden_act": ("silu",), "sliding_window": (None,)},
+        also={"num_experts": "num_local_experts"},
     ),
     "qwen3_moe": Format(
         "qwen3_moe", "Qwen3MoeForCausalLM", "model.",
@@ -360,13 +370,14 @@ FORMATS = {
             "router_renormalize": "norm_topk_prob",
         },
         absent=_ROTARY_ABSENT | {
-            "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": False,
-            "moe_intermediate_size": 768,
+            "num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8,
+            "norm_topk_prob": False, "moe_intermediate_size": 768,
         },
         only=_NO_BIAS | {
             "use_sliding_window": (False,), "hidden_act": ("silu",), "decoder_sparse_step": (1,),
             "mlp_only_layers": ([], None),
         },
+        also={"num_local_experts": "num_experts"},
     ),
     "olmoe": Format(
         "olmoe", "OlmoeForCausalLM", "model.",
@@ -383,6 +394,7 @@ FORMATS = {
             "norm_topk_prob": False,
         },
         only=_NO_BIAS | {"hidden_act": ("silu",), "clip_qkv": (None,)},
+        also={"num_local_experts": "num_experts"}, whole_heads=True,
     ),
     "gpt_oss": Format(
         "gpt_oss", "GptOssForCausalLM", "model.", (*_DECODER, *_PRE_NORMS, *_GPT_OSS, HEAD),
@@ -391,10 +403,15 @@ FORMATS = {
             "window": "sliding_window",
         },
         absent=_ROTARY_ABSENT | {
-            "rms_norm_eps": 1e-5, "rope_theta": 150_000.0, "head_dim": 64, "sliding_window": 128,
-            "num_local_experts": 128, "num_experts_per_tok": 4, "sliding_window_pattern": 2,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+                "truncate": False, "original_max_position_embeddings": 4096,
+            },
+            "head_dim": 64, "sliding_window": 128, "num_local_experts": 128,
+            "num_experts_per_tok": 4, "sliding_window_pattern": 2,
         },
-        windows=PATTERN,
+        windows=PATTERN, also={"num_experts": "num_local_experts"},
         only={
             "attention_bias": (True,), "hidden_act": ("silu",), "swiglu_limit": (7.0,),
             "swiglu_alpha": (1.702,), "quantization_config": (None,),
@@ -419,13 +436,20 @@ FORMATS = {
             "value_dim": "v_head_dim", "rope_interleaved": "rope_interleave",
         },
         absent=_ROTARY_ABSENT | {
-            "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
-            "rope_interleave": True, "qk_nope_head_dim": 128, "n_shared_experts": 1,
-            "first_k_dense_replace": 0, "routed_scaling_factor": 1.0,
+            "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+            "n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
+            "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4,
+            "routed_scaling_factor": 2.5, "norm_topk_prob": True, "rope_interleave": True,
         },
         only=_NO_BIAS | {
             "hidden_act": ("silu",), "scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",),
-            "moe_layer_freq": (1,), "num_nextn_predict_layers": (0, None),
+            "moe_layer_freq": (1,),
+            # transformers says 1 with and without such layers: files with them have more tensors.
+            "num_nextn_predict_layers": (0, 1, None),
+        },
+        also={
+            "num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers",
         },
     ),
     "gemma2": Format(
@@ -435,7 +459,7 @@ FORMATS = {
             "rope_theta": 10_000.0, "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0, "sliding_window_pattern": 2,
         },
-        only=_GEMMA_ONLY, windows=PATTERN,
+        only=_GEMMA_ONLY, windows=PATTERN, whole_heads=True,
     ),
     "gemma3": Format(
         "gemma3_text", "Gemma3ForCausalLM", "model.",
@@ -446,5 +470,6 @@ FORMATS = {
             "final_logit_softcapping": None, "sliding_window_pattern": 6,
         },
         only=_GEMMA_ONLY | {"attn_logit_softcapping": (None,)}, windows=PATTERN, rope_by_kind=True,
+        whole_heads=True,
     ),
 }  # fmt: skip

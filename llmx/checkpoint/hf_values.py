@@ -14,15 +14,26 @@ from llmx.model.families import ModelConfig
 OPTIONAL = {"attention_softcap", "logit_softcap", "window", "query_latent"}
 HINTS = typing.get_type_hints(ModelConfig)
 _SIZES = {"num_layers": families.MAX_LAYERS}
-# What transformers 5 writes in the place of a key.
-_ALSO = {"num_experts": "num_local_experts"}
+# null is as many as there are query heads, which an absent key need not be
+_AS_HEADS = {"num_kv_heads"}
+
+
+def renamed(form: Format, config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json with each key under one name. Raises ValueError where two names disagree."""
+    config = dict(config)
+    for other, key in form.also.items():
+        if other in config and config.setdefault(key, config[other]) != config.pop(other):
+            raise ValueError(
+                f"config.json has {key}={shown(config[key])} and another value at {other!r}, which "
+                "names the same: leave one out"
+            )
+    return config
 
 
 def get(form: Format, config: Mapping[str, Any], key: str) -> Any:
     """The value of a key, or what its absence means. Raises ValueError where it may not lack."""
-    for name in (key, _ALSO.get(key)):
-        if name in config:
-            return config[name]
+    if key in config:
+        return config[key]
     if key in form.absent:
         return form.absent[key]
     raise ValueError(f"config.json has no {key!r}: add it, a {form.model_type} model needs it")
@@ -32,7 +43,8 @@ def get_field(form: Format, config: Mapping[str, Any], field: str) -> Any:
     """The value of a key in `form.keys`, checked against the type of our field."""
     key = form.keys[field]
     value = get(form, config, key)
-    if value is None and (field in OPTIONAL or (key in form.absent and form.absent[key] is None)):
+    optional = field in OPTIONAL | _AS_HEADS or (key in form.absent and form.absent[key] is None)
+    if value is None and optional:
         return None
     check(key, value, HINTS[field], most=_SIZES.get(field, families.MAX_SIZE))
     return value

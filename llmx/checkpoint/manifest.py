@@ -111,8 +111,9 @@ class Document:
         shown = "\n".join(f"  {text}" for text in [*differences[:8], *more])
         raise Mismatch(
             f"checkpoint {self.step} holds another structure:\n{shown}\nuse the configuration that "
-            "it was saved with (its meta has it) or another directory; the checkpoint is left as "
-            "it is"
+            "it was saved with (its meta has it), another directory, or, if an earlier version "
+            "saved it, a new run that begins with its parameters (start_from); the checkpoint is "
+            "left as it is"
         )
 
     def assemble(self, abstract: Any, arrays: Mapping[str, jax.Array], *, prefix: str) -> Any:

@@ -33,17 +33,14 @@ def export(
       directory: new or empty. adapter_config.json is written last.
       base: the model's Hugging Face directory or name, if it is known.
 
-    Raises ValueError if the family has no such files, and `writer.Unwritten` where the disk takes
-    none; then no files are left.
+    Raises ValueError if a checkpoint of the family cannot represent the model, to which PEFT adds
+    them, and `writer.Unwritten` where the disk takes none; then no files are left.
     """
     from safetensors.numpy import save_file
 
     directory = pathlib.Path(directory)
     writer.require_new(directory)
-    if model.family not in FORMATS:
-        raise ValueError(
-            f"model.family={model.family!r} has no Hugging Face format: use one of {tuple(FORMATS)}"
-        )
+    hf_formats.model_config_to_hf(model)
     arrays = {name: np.asarray(leaf, np.float32) for name, leaf in trees.named(adapters).items()}
     if model.num_experts and (of_mlp := [name for name in arrays if "/mlp/" in name]):
         raise ValueError(

@@ -183,10 +183,7 @@ def _sections(config: Config) -> list[str]:
         "sync": strategy.conflicts(config), "launch": launch.problems(config.launch),
         "checkpoint": checkpointer.problems(config.checkpoint),
         "rollback": divergence.problems(config.rollback),
-        "optimizer": optimizers.problems(
-            config.optimizer,
-            offloaded=[key for key in ("optimizer", "parameters") if vars(config.offload)[key]],
-        ),
+        "optimizer": optimizers.problems(config.optimizer),
         "products": quantized.problems(config.products),
         "loss_scale": loss_scale.problems(config.loss_scale),
     }  # fmt: skip
@@ -318,7 +315,8 @@ def stage_problems(config: Config, stages: int) -> Iterator[str]:
     microbatches = config.batch.accumulation
     try:
         table = utilization.table_of(config)
-        cut = stages_lib.cut(config.model.num_blocks, table.stage_of, config.pipeline.layers)
+        # Raises ValueError for layers that do not fit.
+        stages_lib.cut(config.model.num_blocks, table.stage_of, config.pipeline.layers)
         yield from _deferred(config, table)
         yield from _predicted(config, table)
         if config.sharding.turns > 1 and table.splits_backward:
@@ -332,12 +330,6 @@ def stage_problems(config: Config, stages: int) -> Iterator[str]:
                 f"model.repeats={config.model.repeats} with pipeline.schedule="
                 f"{config.pipeline.schedule!r}, which leaves the weight gradient of each product "
                 "for later, and a layer has one of each pass: use repeats=1 or another schedule"
-            )
-        if config.optimizer.name == "adafactor" and len(set(cut.layers)) > 1:
-            yield (
-                f"optimizer.name='adafactor' with {cut.layers} layers in the model chunks of a "
-                "pipeline: its means over a weight's layers would count empty slots; use "
-                "chunks of equal size, or another optimizer"
             )
     except ValueError as error:
         yield f"mesh.stage={stages}, batch.accumulation={microbatches}: {error}"
@@ -479,24 +471,26 @@ def _width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     ways, of_clicks = math.prod(over.values()), config.model.recommender.name
     if of_clicks and not config.model.recommender.features:
         return  # what is wrong with it has been said
-    if ways == 1 or (width % ways == 0 and not of_clicks):
+    if ways == 1:
         return
-    what = f"a layer of {of_clicks!r}" if of_clicks else f"model.width={width}"
-    found = (
-        f"{what} does not divide over {ways} = {sharding.mesh_text(over)}, over which layout "
-        f"{layout!r} splits it"
-    )
+    of_model = f"a layer of {of_clicks!r}" if of_clicks else f"model.width={width}"
+    text = f"does not divide over {ways} = {sharding.mesh_text(over)}, over which layout {layout!r}"
+    found = f"{of_model} {text} splits it"
     remedy = f"use a multiple of {ways}, a smaller fsdp axis, or layout 'ddp'"
     products = config.products
-    if products.gather or products.granularity == "block":
+    if width % ways and not of_clicks and (products.gather or products.granularity == "block"):
         yield (
             f"{found}, and what products.gather={products.gather!r} and products.granularity="
             f"{products.granularity!r} round together must not be split otherwise: {remedy}"
         )
         return
+    if families.problems(config.model):
+        return  # no parameters have such shapes
     table = layout_of(config).optimizer
-    for leaf in state_memory.leaves(config.model):
+    for leaf in (*state_memory.leaves(config.model), *state_memory.of_adapters(config)):
         if leaf.is_matrix and state_memory.unsplit(leaf, table, sizes):
+            if (size := leaf.shape[leaf.axes.index("embed")]) != width and not of_clicks:
+                found = f"the rank {size} of {leaf.name} {text} splits it"
             yield (
                 f"{found}, and no other dimensions of {leaf.name}, {leaf.shape} of {leaf.axes}, "
                 f"do: {remedy}; or two axes, as mesh.data and mesh.fsdp, of which the one divides "

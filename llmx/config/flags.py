@@ -122,8 +122,19 @@ def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
         try:
             # One at a time: a bad value does not hide the next.
             value = config_lib.get_value(read([f"--config.{key}={text}"]), key)
+            if key == "model.family" and value != config.model.family:
+                problems.append(_renamed(value, config.model.family, path))
+                continue
             config_lib.set_value(config, key, value)
         except (ValueError, TypeError, absl.flags.Error):
             wanted = value_types.type_name(kinds[key])
             problems.append(f"{key}={json_files.shown(text)} is not {wanted}")
     return config, problems
+
+
+def _renamed(family: str, made: str, path: str) -> str:
+    """Why a flag does not make another family of a model."""
+    return (
+        f"model.family={family!r} changes the name alone of a model that {path} makes as {made!r}: "
+        f"use families.preset({family!r}, ...) in a config file, which also sets what that has"
+    )

@@ -251,8 +251,8 @@ def updates_by_layer(config: config_lib.Config, *, on_cpu: bool = False) -> bool
     """
     wanted = config.offload.optimizer or config.offload.parameters or on_cpu
     wanted |= config.optimizer.moments == "int8"
-    able = config.model.is_decoder and config.optimizer.name in optimizers.BY_LAYER  # are stacked
-    return wanted and able and STRATEGIES[config.sync.strategy].shared_update
+    # Layers of a decoder are stacked.
+    return wanted and config.model.is_decoder and STRATEGIES[config.sync.strategy].shared_update
 
 
 def _make_strategy(

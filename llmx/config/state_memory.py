@@ -16,7 +16,7 @@ import jax
 from llmx import sharding
 from llmx.config import Config, utilization
 from llmx.config.axes import layout_of
-from llmx.model import apply, precision, quantization
+from llmx.model import adapters, apply, precision, quantization
 from llmx.model.families import ModelConfig
 from llmx.sharding import trees
 from llmx.step import moments, optimizers
@@ -61,12 +61,21 @@ def leaves(model: ModelConfig) -> tuple[Leaf, ...]:
 @functools.lru_cache(maxsize=64)
 def _leaves(*values: Any) -> tuple[Leaf, ...]:
     """`values`: of the fields of a `ModelConfig`, which itself has no hash."""
-    shapes, axes = apply.abstract_parameters(ModelConfig(*values))
+    return _listed(*apply.abstract_parameters(ModelConfig(*values)))
+
+
+def _listed(shapes: Any, axes: Any) -> tuple[Leaf, ...]:
     names = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    return tuple(
-        Leaf(sharding.path_name(path), tuple(leaf.shape), tuple(of))
-        for (path, leaf), of in zip(jax.tree_util.tree_leaves_with_path(shapes), names, strict=True)
-    )
+    pairs = zip(trees.named(shapes).items(), names, strict=True)
+    return tuple(Leaf(name, tuple(leaf.shape), tuple(of)) for (name, leaf), of in pairs)
+
+
+def of_adapters(run: Config) -> tuple[Leaf, ...]:
+    """The adapters that a run trains."""
+    if not run.adapters.rank:
+        return ()
+    of_model = apply.abstract_parameters(run.model)
+    return _listed(*adapters.shapes_and_axes(run.adapters, *of_model))
 
 
 def learned_scales(run: Config) -> tuple[Leaf, ...]:
@@ -74,13 +83,8 @@ def learned_scales(run: Config) -> tuple[Leaf, ...]:
     if not run.quantization.learns:
         return ()
     shapes, axes = apply.abstract_parameters(run.model)
-    shapes, axes = quantization.with_steps(run.quantization, shapes, axes)
-    names = jax.tree.leaves(axes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    pairs = zip(trees.named(shapes).items(), names, strict=True)
-    return tuple(
-        Leaf(name, tuple(leaf.shape), tuple(of)) for (name, leaf), of in pairs
-        if name.endswith(f"/{quantization.LOG_STEP}")
-    )  # fmt: skip
+    listed = _listed(*quantization.with_steps(run.quantization, shapes, axes))
+    return tuple(leaf for leaf in listed if leaf.name.endswith(f"/{quantization.LOG_STEP}"))
 
 
 def unsplit(leaf: Leaf, table: Mapping[str, tuple[str, ...]], sizes: Mapping[str, int]) -> bool:
@@ -116,13 +120,22 @@ class Held:
     def numbers(self, leaf: Leaf, table: str, *, whole: Sequence[str] = ()) -> float:
         """Of a parameter, as a table of the layout splits it but for the logical axes `whole`."""
         over, mesh = vars(self.layout)[table], vars(self.run.mesh)
-        if whole:
-            split = [over[name] for name in leaf.axes if name not in (None, *whole)]
-        else:
-            split = sharding.split_axes(leaf.axes, over, mesh, leaf.shape)
+        if not whole:
+            return self.kept(leaf, leaf.shape, table)
+        split = [over[name] for name in leaf.axes if name not in (None, *whole)]
         ways = math.prod(mesh[axis] for axes in split for axis in axes)
-        layers = self.slots / self.run.model.num_blocks if leaf.in_blocks else 1.0
-        return leaf.numbers * layers / ways
+        return leaf.numbers * self._with_slots(leaf) / ways
+
+    def kept(self, leaf: Leaf, shape: tuple[int, ...], table: str = "optimizer") -> float:
+        """Of an array of a parameter's shape, or with 1 where it has means."""
+        over, mesh = vars(self.layout)[table], vars(self.run.mesh)
+        split = sharding.split_axes(leaf.axes, over, mesh, leaf.shape)
+        sizes = zip(shape, leaf.shape, split, strict=True)
+        ways = math.prod(mesh[a] for size, full, axes in sizes if size == full for a in axes)
+        return math.prod(shape) * self._with_slots(leaf) / ways
+
+    def _with_slots(self, leaf: Leaf) -> float:
+        return self.slots / self.run.model.num_blocks if leaf.in_blocks else 1.0
 
 
 def of(run: Config, *, on_host: bool = False) -> dict[str, float]:
@@ -133,26 +146,33 @@ def of(run: Config, *, on_host: bool = False) -> dict[str, float]:
     found, held = dict.fromkeys(PARTS, 0.0), Held(run)
     param = precision.POLICIES[run.precision].param
     kept = moments.number_bytes(run.optimizer.moments, param)
-    of_blocks, of_others = optimizers.num_moments(run.optimizer)
     for leaf in (*leaves(run.model), *learned_scales(run)):
-        weight = leaf.axes[0] in optimizers.STACKED and leaf.is_matrix
+        weight = leaf.of_layers and leaf.is_matrix
         if on_host == (run.offload.parameters and weight and leaf.in_blocks):
             found["parameters"] += held.numbers(leaf, "parameters") * param.itemsize
         numbers = held.numbers(leaf, "optimizer")
         if run.optimizer.ema_decay and not on_host:
             found["ema"] += numbers * FP32
-        if on_host == (run.offload.optimizer and len(leaf.shape) > 1):
-            arrays = of_blocks if weight else of_others
-            # Eight bits are for matrices only, and position tables are none.
-            if kept < 2 and (not leaf.is_matrix or "positions" in leaf.axes):
-                found["optimizer"] += arrays * numbers * FP32
-            elif kept < 2:  # codes, and a byte for each block's scale
-                found["optimizer"] += arrays * (numbers + _scales(held, leaf))
+        if on_host != (run.offload.optimizer and len(leaf.shape) > 1):
+            continue
+        for shape in optimizers.kept_shapes(run.optimizer, leaf.shape, leaf.axes):
+            # Eight bits are for matrices only, and position tables are none. Means are in fp32.
+            in_8_bits = kept < 2 and leaf.is_matrix and "positions" not in leaf.axes
+            if shape != leaf.shape or (kept < 2 and not in_8_bits):
+                found["optimizer"] += held.kept(leaf, shape) * FP32
+            elif in_8_bits:  # codes, and a byte for each block's scale
+                found["optimizer"] += numbers + _scales(held, leaf)
             else:
-                found["optimizer"] += arrays * numbers * kept
+                found["optimizer"] += numbers * kept
     if not on_host:
         found["masks"] = of_masks(run)
     return found
+
+
+def moments_of(run: Config, leaf: Leaf) -> float:
+    """Numbers of an optimizer's arrays for each number of a parameter."""
+    shapes = optimizers.kept_shapes(run.optimizer, leaf.shape, leaf.axes)
+    return sum(map(math.prod, shapes)) / leaf.numbers
 
 
 def _scales(held: Held, leaf: Leaf) -> float:

@@ -246,7 +246,7 @@ class FileTokenizer(Tokenizer):
         # It stands for what a vocabulary lacks, and so comes from text.
         if (unknown := _unknown(tokenizer)) is not None:
             self._is_special[unknown] = False
-        self.start, self.closing = _surroundings(tokenizer)
+        self.start, self.closing = surroundings(tokenizer)
         self.names = {"eos_token": end, **settings.names}
         if self.start and "bos_token" not in self.names:
             self.names["bos_token"] = tokenizer.id_to_token(self.start[0])
@@ -335,6 +335,10 @@ class FileTokenizer(Tokenizer):
     def dumps(self) -> bytes:
         return self._raw
 
+    def content(self) -> dict[str, Any]:
+        """What a tokenizer.json would hold of it: with the tokens that were made special."""
+        return json.loads(self._tokenizer.to_str())
+
 
 def _back(
     offsets: np.ndarray, moved: Sequence[tuple[int, int]], special: Sequence[tuple[int, int]]
@@ -373,7 +377,7 @@ def _add_named(tokenizer, settings: tokenizer_files.Settings) -> list[str]:
     return sorted(ordinary & named.keys())
 
 
-def _surroundings(tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def surroundings(tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Ids that the post-processor puts before and behind a text."""
     for text in ("a", "1", " ", "."):
         found = tokenizer.encode(text, add_special_tokens=True)

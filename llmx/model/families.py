@@ -11,7 +11,7 @@ import itertools
 import math
 from typing import Any
 
-from llmx.model import ranks, tensor_train
+from llmx.model import ranks, scaled_rope, tensor_train
 from llmx.model.recommender.config import RecommenderConfig
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
@@ -55,14 +55,15 @@ class ModelConfig:
     max_positions: int = bounded(8192, at_least=1, at_most=MAX_SIZE)
     positions: str = choice("rope", ("rope", "learned"))  # "rope" | "learned"
     rope_theta: float = bounded(10_000.0, above=0)  # base of the rotary frequencies (global layers)
-    rope_theta_local: float = 0.0  # base in local layers; 0 = the same
+    rope_theta_local: float = bounded(0.0, at_least=0)  # base in local layers; 0 = the same
     rope_interleaved: bool = False  # numbers 2i, 2i + 1 of a head turn together (deepseek_v3)
     # "none" | "llama3" | "linear" | "yarn" (global layers only)
     rope_scaling: str = choice("none", ("none", "llama3", "linear", "yarn"))
     rope_factor: float = bounded(1.0, above=0)  # by how much the context was stretched
-    rope_low_freq: float = 1.0  # llama3: fewer turns than this in the old context stretch fully
-    rope_high_freq: float = 4.0  # llama3 scaling: above this many turns, do not stretch
-    rope_old_context: int = 8192  # llama3 and yarn: context before stretching
+    # llama3: fewer turns than this in the old context stretch fully
+    rope_low_freq: float = bounded(1.0, above=0)
+    rope_high_freq: float = 4.0  # llama3: above this many turns, do not stretch
+    rope_old_context: int = bounded(8192, at_least=1)  # llama3 and yarn: context before stretching
     # yarn: above this many turns in the old context, do not stretch
     rope_beta_fast: float = bounded(32.0, above=0)
     rope_beta_slow: float = bounded(1.0, above=0)  # yarn: with fewer turns, stretch fully
@@ -465,7 +466,7 @@ def problems(model: ModelConfig) -> list[str]:
             "train; use one of them"
         )
     texts += _problems_of_latents(model) if model.kv_latent else _problems_of_rotation(model)
-    texts += _problems_of_kinds(model)
+    texts += [*scaled_rope.problems(model), *_problems_of_kinds(model)]
     texts += [*ranks.problems(model), *tensor_train.problems(model)]
     return texts + (_problems_of_experts(model) if model.num_experts > 0 else [])
 

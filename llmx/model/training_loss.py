@@ -321,7 +321,8 @@ class TrainingLoss:
 
     def gathered(self, params: Any) -> Any:
         """Parameters as the whole step uses them; with gather="step", the weights of products whole
-        over the batch axes, in the compute dtype: communicates. Tables of lookups stay split."""
+        over the batch axes, in the compute dtype: communicates. Tables of lookups stay split, and
+        so do rows of sparse tables, which the model's axes do not name."""
         policy, axes = self.execution.policy, self.model_axes
         if self.gather != "step":
             return params
@@ -344,7 +345,9 @@ class TrainingLoss:
             gather = lambda leaf: dot.whole(leaf, policy.compute, numbers, axes)  # noqa: E731
             return adapters_lib.on_base(gather, leaf)
 
-        return jax.tree_util.tree_map_with_path(one, params, axes, is_leaf=dot.is_weight)
+        own = {name: leaf for name, leaf in params.items() if name in axes}
+        axes = {name: axes[name] for name in own}
+        return params | jax.tree_util.tree_map_with_path(one, own, axes, is_leaf=dot.is_weight)
 
     def gathered_bytes(self) -> int:
         """Bytes per device of the weights that gather="step" keeps whole."""

@@ -315,11 +315,9 @@ class Space:
         found = []
         for name, virtual in self.schedules:
             chunks = stage * (virtual or CHUNKS.get(name, 1))
-            unequal = self.base.model.num_layers % chunks > 0
-            unequal &= self.base.optimizer.name == "adafactor"
             too_few = name == "dual_pipe_v" and microbatches < 2 * stage
             too_large = chunks * microbatches > MOST_STAGES_X_MICROBATCHES
-            if chunks <= self.base.model.num_layers and not (unequal or too_few or too_large):
+            if chunks <= self.base.model.num_layers and not (too_few or too_large):
                 found.append((name, virtual, self._cut(chunks, microbatches)))
         return found
 

@@ -57,7 +57,8 @@ def padded_tables(sizes: Sizes, lanes: int) -> float:
     if (padding := padding_of(sizes, lanes)) == 1:
         return 0.0
     tables = 1 if sizes.run.model.tied_head else 2
-    _, of_moments = optimizers.num_moments(sizes.run.optimizer)
+    kept = optimizers.kept_shapes(sizes.run.optimizer, sizes.head.shape, sizes.head.axes)
+    of_moments = kept.count(sizes.head.shape)
     of_one = FP32 * sizes.local(sizes.head, "parameters") * padding
     averages = sizes.run.optimizer.ema_decay > 0
     return (1 + of_moments + averages) * tables * of_one

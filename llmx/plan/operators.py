@@ -24,6 +24,7 @@ from typing import NamedTuple
 from llmx.aot import core_times
 from llmx.config import Config, state_memory, utilization
 from llmx.config.axes import is_one_device
+from llmx.config.state_memory import Leaf
 from llmx.data import pairs
 from llmx.model import costs, precision, quantization, quantized, ranks, remat, remat_costs
 from llmx.model.attention import blockwise, cudnn, splash
@@ -32,7 +33,7 @@ from llmx.plan import experts, gemm, memory, orthogonal, periods
 from llmx.plan import passes as passes_lib
 from llmx.plan.gemm import Core
 from llmx.plan.sizes import Sizes
-from llmx.step import moments, optimizers
+from llmx.step import moments
 
 FP32 = 4
 FORWARD, BACKWARD, LOSS, ENDS = "forward", "backward", "loss", "ends"
@@ -504,7 +505,7 @@ def _ends(device: _Device) -> Iterator[Operator]:
     norms = moved.norms * sizes.reduce_bytes * gradients
     yield device.move("norms of gradients", ENDS, norms)
     updated = sum(sizes.local(leaf, "optimizer") for leaf in leaves)
-    num_bytes = moved.update / OF_ADAMW * _updated_bytes(sizes, updated)
+    num_bytes = moved.update / OF_ADAMW * _updated_bytes(sizes, leaves, updated)
     launches = moved.of_update * len(state_memory.leaves(sizes.run.model))
     yield device.move("update", ENDS, num_bytes, part=UPDATE, launches=launches)
     for stack in orthogonal.stacks(sizes):
@@ -531,25 +532,28 @@ def _roundings(device: _Device) -> Iterator[Operator]:
         yield device.move("gradients of scales", ENDS, 3 * gradients)
 
 
-def _updated_bytes(sizes: Sizes, updated: float) -> float:
+def _updated_bytes(sizes: Sizes, leaves: Sequence[Leaf], updated: float) -> float:
     """That an update of so many numbers has to read and write once: parameters, moments and an
     average, both ways, and gradients."""
     run = sizes.run
-    of_layers, of_others = optimizers.num_moments(run.optimizer)
-    layers = sum(sizes.local(leaf, "optimizer") for leaf in sizes.weights)
     kept = moments.number_bytes(run.optimizer.moments, sizes.policy.param)
     number = 2 * sizes.param_bytes + FP32 + (2 * FP32 if run.optimizer.ema_decay else 0)
-    return number * updated + 2 * kept * (of_layers * layers + of_others * (updated - layers))
+    return number * updated + 2 * kept * _moments(sizes, leaves)
+
+
+def _moments(sizes: Sizes, leaves: Sequence[Leaf]) -> float:
+    """Numbers of the optimizer's arrays of these parameters on a device."""
+    of = functools.partial(state_memory.moments_of, sizes.run)
+    return sum(of(leaf) * sizes.local(leaf, "optimizer") for leaf in leaves)
 
 
 def _of_cpus(device: _Device) -> Iterator[Operator]:
     """Copies of moments in the update's loop over layers, and new memory."""
     sizes, moved, core = device.sizes, device.moved, device.core
     run = sizes.run
-    if moved.copies and run.optimizer.name in optimizers.BY_LAYER:
-        of_layers, _ = optimizers.num_moments(run.optimizer)
+    if moved.copies:
         kept = moments.number_bytes(run.optimizer.moments, sizes.policy.param)
-        stacked = of_layers * kept * sum(sizes.local(leaf, "optimizer") for leaf in sizes.weights)
+        stacked = kept * _moments(sizes, sizes.weights)
         turns, num_bytes = run.model.num_layers / sizes.mesh["stage"], 2 * moved.copies * stacked
         time = num_bytes / core.bandwidth_of(stacked)
         yield Operator("copies of moments", UPDATE, ENDS, time, turns, bytes=num_bytes)

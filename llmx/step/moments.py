@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 
 from llmx import sharding
-from llmx.sharding import trees
+from llmx.sharding import stacks, trees
 from llmx.step import rounding
 
 BLOCK = 32  # numbers that share an exponent
@@ -80,12 +80,13 @@ def _offset(codes: jnp.dtype, scale: jax.Array) -> jax.Array:
 
 
 def block_dim(shape: tuple[int, ...], axes: tuple[str, ...]) -> int:
-    """The dimension of a matrix that blocks lie along: the largest but the last and the layers.
+    """The dimension of a matrix that blocks lie along: the largest that counts neither layers nor
+    experts and is not the last.
 
     Neighbours along the last dimension lie in one vector of a TPU; blocks of them would be moved
     to other places in every update.
     """
-    rest = [i for i in range(len(shape) - 1) if axes[i] != "layers"]
+    rest = [i for i in range(len(shape) - 1) if axes[i] not in stacks.STACKED]
     return max(rest, key=lambda i: shape[i])
 
 

@@ -11,7 +11,7 @@ AdamW and LAMB are Adam's direction and a *tail*: decay, trust ratio, learning r
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,8 +22,8 @@ from optax import contrib
 from llmx.contract import Optimizer
 from llmx.runtime import bounds
 from llmx.runtime.bounds import bounded, choice
-from llmx.sharding import trees
-from llmx.step import balance, moments, muon, trust_ratio
+from llmx.sharding import stacks, trees
+from llmx.step import balance, factored, moments, muon, trust_ratio
 
 
 @dataclasses.dataclass
@@ -106,8 +106,6 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig, int], optax.Schedule]] = {
 }
 
 
-# Logical axes that count layers.
-STACKED = ("layers", "first")
 _IS_NAMES = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
 
 
@@ -129,18 +127,13 @@ def _muon_dimensions(axes: Any) -> Any:
     """Which dimensions Muon contracts, in matrices of layers and of their experts; None for what
     AdamW updates."""
 
-    def dimensions(path, names):
-        if names[0] not in STACKED or "embed" not in names:
+    def dimensions(names, decays):
+        sides = stacks.sides(names)
+        if names[0] not in stacks.LAYERS or not decays or len(sides) != 2:
             return None
-        width = names.index("embed")
-        others = tuple(
-            i for i, name in enumerate(names) if i not in (0, width) and name != "experts"
-        )
-        if width == len(names) - 1:
-            return contrib.MuonDimensionNumbers(reduction_axis=others, output_axis=(width,))
-        return contrib.MuonDimensionNumbers(reduction_axis=(width,), output_axis=others)
+        return contrib.MuonDimensionNumbers(*sides)
 
-    return jax.tree_util.tree_map_with_path(dimensions, axes, is_leaf=_IS_NAMES)
+    return jax.tree.map(dimensions, axes, decay_mask(axes), is_leaf=_IS_NAMES)
 
 
 def _adam(config):
@@ -176,7 +169,7 @@ def clip_by_matrix_rms(axes: Any, most: float) -> optax.GradientTransformation:
     """
 
     def clipped(names, update):
-        inner = tuple(i for i, name in enumerate(names) if name not in (*STACKED, "experts"))
+        inner = tuple(i for i, name in enumerate(names) if name not in stacks.STACKED)
         rms = jnp.sqrt(jnp.mean(jnp.square(update), axis=inner, keepdims=True))
         return update / jnp.maximum(1.0, rms / most)
 
@@ -189,7 +182,7 @@ def clip_by_matrix_rms(axes: Any, most: float) -> optax.GradientTransformation:
 def _adafactor(config, schedule, axes):
     # Updates are not scaled by the parameters: the learning rate means what it means in AdamW.
     return optax.chain(
-        optax.scale_by_factored_rms(),
+        factored.scale_by_factored_rms(axes),
         clip_by_matrix_rms(axes, 1.0),
         optax.add_decayed_weights(config.weight_decay, mask=decay_mask(axes)),
         optax.scale_by_learning_rate(schedule),
@@ -240,42 +233,43 @@ OPTIMIZERS: dict[str, Callable[..., optax.GradientTransformation]] = {
 EXCHANGING = ("muon",)
 
 
+def kept_shapes(
+    config: OptimizerConfig, shape: tuple[int, ...], axes: tuple[str | None, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """The arrays that an optimizer keeps of a parameter: of its shape, or with 1 in place of the
+    dimensions that they are means over. Of an optimizer of a program that is not here two of its
+    shape are assumed, as Adam has."""
+    if config.name not in OPTIMIZERS:
+        return shape, shape
+    return _kept_shapes(OPTIMIZERS[config.name], shape, axes, *vars(config).values())
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept_shapes(optimizer: Callable, shape, axes, *values: Any) -> tuple[tuple[int, ...], ...]:
+    """`values`: of the fields of an `OptimizerConfig`, which itself has no hash."""
+    config = OptimizerConfig(*values)
+    made = optimizer(config, optax.constant_schedule(config.learning_rate), {"": axes})
+    state = jax.eval_shape(made.init, {"": jax.ShapeDtypeStruct(shape, jnp.float32)})
+    return tuple(leaf.shape for leaf in jax.tree.leaves(state) if _is_of(leaf.shape, shape))
+
+
 def num_moments(config: OptimizerConfig) -> tuple[int, int]:
     """Arrays as large as the parameters that an optimizer keeps, for matrices of the blocks and for
-    other matrices: counted in the state that it makes of one of each. Factored ones are none. Of an
-    optimizer of a program that is not here two are assumed, as Adam has."""
-    if config.name not in OPTIMIZERS:
-        return 2, 2
-    return _num_moments(OPTIMIZERS[config.name], *vars(config).values())
+    other matrices, where these are large enough to be factored."""
+    block = (2, 256, 384), ("layers", "embed", "mlp")
+    other = (512, 256), ("vocab", "embed")
+    return tuple(kept_shapes(config, *each).count(each[0]) for each in (block, other))
 
 
-@functools.lru_cache(maxsize=64)
-def _num_moments(optimizer: Callable, *values: Any) -> tuple[int, int]:
-    """`values`: of the fields of an `OptimizerConfig`, which itself has no hash."""
-    axes = {"block": ("layers", "embed", "mlp"), "other": ("vocab", "embed")}
-    shapes = {"block": (2, 256, 384), "other": (512, 256)}
-    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    config = OptimizerConfig(*values)
-    made = optimizer(config, optax.constant_schedule(config.learning_rate), axes)
-    state = [leaf.shape for leaf in jax.tree.leaves(jax.eval_shape(made.init, params))]
-    return state.count(shapes["block"]), state.count(shapes["other"])
+def _is_of(shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
+    """Whether an array of a state is of a parameter's shape, or of means over some dimensions."""
+    same = len(shape) == len(param) > 0
+    return same and all(size in (1, full) for size, full in zip(shape, param, strict=True))
 
 
-# Whose state has a part for each layer. What Adafactor factors is whole.
-BY_LAYER = tuple(name for name in OPTIMIZERS if name != "adafactor")
-
-
-def problems(config: OptimizerConfig, *, offloaded: Sequence[str] = ()) -> list[str]:
-    """All that is wrong with the section, each with its remedy; `offloaded`: the keys of
-    `offload` that are set, for which the update is done layer by layer."""
+def problems(config: OptimizerConfig) -> list[str]:
+    """All that is wrong with the section, each with its remedy."""
     found = bounds.problems(config, "optimizer.")
-    if config.name in OPTIMIZERS and config.name not in BY_LAYER:
-        found += [
-            f"offload.{key} with optimizer.name={config.name!r}, which does not update layer by "
-            f"layer and whose state is small: leave offload.{key} out, or use "
-            f"{' or '.join(repr(name) for name in sorted(BY_LAYER))}"
-            for key in offloaded
-        ]
     if config.name == "adafactor" and config.moments not in ("auto", "fp32"):
         found.append(
             f"optimizer.moments={config.moments!r} with optimizer.name='adafactor': its second "
@@ -344,9 +338,10 @@ def abstract_state(optimizer: optax.GradientTransformation, params: Any, shardin
     """Shapes with shardings of an optimizer's state: of each moment its parameter's sharding, all
     else whole.
 
-    A moment is known by its path, which ends in its parameter's, and by its shape; factored second
-    moments and counters are small and stay whole. Scales of 8-bit moments are split as their
-    parameter, but whole along the dimension of their blocks where these cross shards.
+    A moment is known by its path, which ends in its parameter's, and by its shape; means of it are
+    split along the dimensions that they have, and counters stay whole. Scales of 8-bit moments are
+    split as their parameter, but whole along the dimension of their blocks where these cross
+    shards.
 
     Args:
       optimizer: made of a tree of parameters.
@@ -360,9 +355,17 @@ def abstract_state(optimizer: optax.GradientTransformation, params: Any, shardin
     whole = jax.sharding.NamedSharding(splits[0].mesh, jax.sharding.PartitionSpec())
 
     def one(path, leaf):
-        shape, to = known.get(moments.owner_of(path, known), (None, whole))
+        shape, to = known.get(moments.owner_of(path, known), ((), whole))
         if shape != leaf.shape:
-            to = moments.scales_sharding(path, leaf.shape, shape, to) or whole
+            scales = moments.scales_sharding(path, leaf.shape, shape, to)
+            to = scales or (_without_means(leaf.shape, to) if _is_of(leaf.shape, shape) else whole)
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=to)
 
     return jax.tree_util.tree_map_with_path(one, jax.eval_shape(optimizer.init, params))
+
+
+def _without_means(shape: tuple[int, ...], to: jax.sharding.NamedSharding) -> Any:
+    """`to` for an array of means, whose other dimensions have the size 1."""
+    entries = zip(shape, to.spec.partitions, strict=False)
+    spec = (None if size == 1 else entry for size, entry in entries)
+    return to.update(spec=jax.sharding.PartitionSpec(*spec))

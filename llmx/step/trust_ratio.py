@@ -1,4 +1,4 @@
-"""LAMB's trust ratio: a learning rate for each layer."""
+"""LAMB's trust ratio: a learning rate for each layer, and for each of its experts."""
 
 from typing import Any, NamedTuple
 
@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from llmx.sharding import stacks
+
 # 1-bit LAMB: arXiv 2104.06069, algorithm 1, and the constants of its section 5.
 _AVERAGE, _LOWEST, _HIGHEST = 0.9, 0.01, 10.0
 _LEAST_FACTOR, _MOST_FACTOR, _FACTOR_STEP = 0.5, 4.0, 0.1
 
 
 class TrustState(NamedTuple):
-    """One number per layer of a parameter: [L], or [] where layers are not stacked."""
+    """One number per layer of a parameter, [L], of experts [L, E]; [] where none are stacked."""
 
     average: Any  # of the trust ratios so far, from 0 on: to be divided by 1 - 0.9^updates
     factor: Any  # that the average was last multiplied with, once the variance is frozen
@@ -23,8 +25,8 @@ def scale_by_trust_ratio(
 ) -> optax.GradientTransformationExtraArgs:
     """LAMB's layerwise learning rate: |parameters| / |update| of each layer (arXiv 1904.00962).
 
-    Layers that are stacked along an axis "layers" have a ratio each. With `freshness` in `update`,
-    a tree of (frozen / fresh standard deviation) per layer, and `frozen_at`, the number of updates
+    Layers and experts that are stacked have a ratio each. With `freshness` in `update`, a tree of
+    (frozen / fresh standard deviation) of as many numbers, and `frozen_at`, the number of updates
     before the freeze, the ratio is the average of those times that factor, bounded and changing by
     at most a tenth a step (arXiv 2104.06069). Decay does not age: where it makes up most of an
     update, the factor is nearer to 1.
@@ -66,13 +68,13 @@ def scale_by_trust_ratio(
 
 
 def _shape(names: tuple[str, ...], array: jax.Array) -> tuple[int, ...]:
-    """Of one number per layer."""
-    return array.shape[:1] if names[:1] == ("layers",) else ()
+    """Of one number per layer and expert."""
+    return array.shape[: stacks.num_stacked(names)]
 
 
 def _norm(names: tuple[str, ...], array: jax.Array) -> jax.Array:
-    """Of each layer, [L] or []."""
-    inner = tuple(range(len(_shape(names, array)), array.ndim))
+    """Of each layer and expert."""
+    inner = tuple(range(stacks.num_stacked(names), array.ndim))
     return jnp.sqrt(jnp.sum(jnp.square(array.astype(jnp.float32)), axis=inner))
 
 

@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from llmx.sharding import mesh_axes
+from llmx.sharding import mesh_axes, stacks
 from llmx.sync import buckets
 
 FP32 = 4  # bytes
@@ -40,6 +40,7 @@ class Tensor:
     name: str
     shape: tuple[int, ...]  # of the shard
     layered: bool  # the first dimension counts layers
+    stacked: int = 0  # dimensions, from the first on, that count layers and experts
     over: tuple[str, ...] = ()  # mesh axes that split a row
     columns: int = 0  # first dimension of the columns as a matrix; 0 = not a matrix
     in_full: bool = False  # is summed in fp32 whatever the compressor; see `some_in_full`
@@ -54,11 +55,11 @@ class Tensor:
 
     @property
     def matrix(self) -> tuple[int, int, int] | None:
-        """[layers, a, b], or None for a tensor that is not a matrix."""
+        """[layers and their experts, a, b], or None for a tensor that is not a matrix."""
         if not self.columns:
             return None
-        sides = self.shape[int(self.layered) : self.columns], self.shape[self.columns :]
-        return self.rows, *map(math.prod, sides)
+        stacked, columns, shape = self.stacked, self.columns, self.shape
+        return tuple(map(math.prod, (shape[:stacked], shape[stacked:columns], shape[columns:])))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,8 @@ class Residuals(NamedTuple):
 
     errors: dict[str, jax.Array]  # not yet sent by this replica, in the tensor's shape
     server: dict[str, jax.Array]  # not yet passed on by this device as a server, [L, Q]
-    queries: dict[str, jax.Array]  # low_rank: start of the next power iteration, [L, b, rank]
+    # low_rank: start of the next power iteration, [L, b of a layer's matrices, rank]
+    queries: dict[str, jax.Array]
 
 
 # Shapes of one tensor's residuals on a device by field: [L, *row]; None = the tensor's own shape.
@@ -138,14 +140,12 @@ def local_tensor(
     entries += [()] * (len(shape) - len(entries))
     ways = [math.prod(sizes[axis] for axis in entry) for entry in entries]
     layered = bool(axes) and axes[0] == "layers"
-    first = 1 if layered else 0
-    # The model's width on one side of the matrix, all other dimensions on the other.
-    columns = 0
-    if "embed" in axes and len(shape) - first > 1:
-        columns = len(shape) - 1 if axes[-1] == "embed" else first + 1
+    sides = stacks.sides(axes)
     return Tensor(
         name, tuple(dim // way for dim, way in zip(shape, ways, strict=True)), layered,
-        over=tuple(axis for entry in entries[first:] for axis in entry), columns=columns,
+        stacks.num_stacked(axes),
+        over=tuple(axis for entry in entries[int(layered) :] for axis in entry),
+        columns=sides[1][0] if "embed" in axes and len(sides) == 2 else 0,
     )  # fmt: skip
 
 
@@ -523,9 +523,9 @@ def _low_rank(tensors, terms, residuals: Residuals, group: Group, live=None):
 
 
 def _query(tensor: Tensor, residuals: Residuals, group: Group) -> jax.Array:
-    """Where the power iteration starts, [L, b, rank]."""
-    layers, _, b = tensor.matrix
-    query = residuals.queries[tensor.name].reshape(layers, b, -1)
+    """Where the power iteration starts, [matrices, b, rank]."""
+    matrices, _, b = tensor.matrix
+    query = residuals.queries[tensor.name].reshape(matrices, b, -1)
     # Before the first sum there is nothing to start from, and any columns will do.
     start = jnp.cos(jnp.arange(b * group.rank, dtype=jnp.float32) ** 2).reshape(b, group.rank)
     empty = jnp.sum(jnp.abs(query), axis=(1, 2), keepdims=True) == 0
@@ -548,15 +548,16 @@ def _orthonormal(matrix: jax.Array) -> jax.Array:
 def _low_rank_state(tensor: Tensor, group: Group) -> ResidualRows:
     if not (rank := _rank(tensor, group)):
         return {}
-    return _feedback(group, errors=None) | {"queries": (tensor.matrix[2], rank)}
+    matrices, _, b = tensor.matrix
+    return _feedback(group, errors=None) | {"queries": (matrices // tensor.rows * b, rank)}
 
 
 def _low_rank_messages(tensor: Tensor, group: Group) -> tuple[Message, ...]:
     """Both factors of a matrix, one after the other."""
     if not (rank := _rank(tensor, group)):
         return _mean_messages(tensor, group)
-    layers, a, b = tensor.matrix
-    return tuple(Message("all_reduce", FP32 * layers * side * rank) for side in (a, b))
+    matrices, a, b = tensor.matrix
+    return tuple(Message("all_reduce", FP32 * matrices * side * rank) for side in (a, b))
 
 
 COMPRESSORS: dict[str, Compressor] = {

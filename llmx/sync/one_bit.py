@@ -127,9 +127,9 @@ def denominator(nu, count: jax.Array, *, b2: float, eps: float, least: Any = 0.0
     return jnp.maximum(jnp.sqrt(corrected), least) + eps
 
 
-def least_sizes(nu: dict[str, jax.Array], layered: dict[str, bool], count, b2: float) -> dict:
+def least_sizes(nu: dict[str, jax.Array], stacked: dict[str, int], count, b2: float) -> dict:
     """By name, the least root of a second moment that does not move any more: a tenth of the root
-    mean square of its layer's, [L, 1, ...] or [1, ...].
+    mean square of its layer's and expert's, [L, 1, ...] or [1, ...].
 
     A token that was seen once in the warm-up has a variance that has all but faded, and one that
     was not seen has none. Where the variance is frozen, it would never grow: the first would move
@@ -138,7 +138,7 @@ def least_sizes(nu: dict[str, jax.Array], layered: dict[str, bool], count, b2: f
     """
     of_rows, everything = {}, jnp.zeros(2)
     for name, each in nu.items():
-        inner = tuple(range(int(layered[name]), each.ndim))
+        inner = tuple(range(stacked[name], each.ndim))
         both = [each.sum(inner, keepdims=True), (each > 0).sum(inner, keepdims=True, dtype="f4")]
         of_rows[name] = both
         everything = everything + jnp.stack([array.sum() for array in both])
@@ -226,15 +226,15 @@ def _exchanged_direction(
     specs = replicas.residual_specs()
     head_specs = optax.ScaleByAdamState(WHOLE, replicas.specs, replicas.specs)
     flat = head._replace(mu=trees.named(head.mu), nu=trees.named(head.nu))
-    least = least_sizes(flat.nu, replicas.layered, sync.num_updates, config.beta2)
+    least = least_sizes(flat.nu, replicas.stacked, sync.num_updates, config.beta2)
     direction, new, residuals = replicas.region(
         region,
-        in_specs=(replicas.stacked_specs, head_specs, specs, WHOLE, replicas.row_specs),
+        in_specs=(replicas.stacked_specs, head_specs, specs, WHOLE, replicas.own_specs),
         out_specs=(replicas.specs, head_specs, specs),
     )(trees.named(shares), flat, sync.residuals, sync.num_updates, least)
     after, extra = sync._replace(residuals=residuals), {}
     if sync.fresh:
-        fresh, freshness = _freshness(config, flat, new, sync, least)
+        fresh, freshness = _freshness(config, flat, new, sync, least, replicas.stacked)
         extra["freshness"] = trees.unnamed(freshness, shares)
         extra["frozen_at"] = sync.num_updates
         after = after._replace(fresh=fresh)
@@ -242,9 +242,9 @@ def _exchanged_direction(
     return trees.unnamed(direction, shares), whole, after, extra
 
 
-def _freshness(config: Any, old, new, sync: OneBit, least: dict):
-    """The variance that the exchanged momentum shows, and per layer the mean ratio of the frozen
-    standard deviation to it.
+def _freshness(config: Any, old, new, sync: OneBit, least: dict, stacked: dict[str, int]):
+    """The variance that the exchanged momentum shows, and per layer and expert the mean ratio of
+    the frozen standard deviation to it.
 
     The paper takes the largest ratio (arXiv 2104.06069, algorithm 1), with b2 = 0.999. At 0.95 a
     variance is that of 20 steps, in some number of thousands it is always a small part of the
@@ -258,8 +258,7 @@ def _freshness(config: Any, old, new, sync: OneBit, least: dict):
         size = functools.partial(denominator, b2=b2, eps=eps, least=least[name])
         then, now = size(old.nu[name], sync.num_updates), size(fresh[name], new.count)
         ratio = jnp.where(old.nu[name] > 0, then / now, 0)
-        first = 1 if name.startswith("blocks/") else 0
-        inner = tuple(range(first, ratio.ndim))
+        inner = tuple(range(stacked[name], ratio.ndim))
         mean = ratio.sum(inner) / jnp.maximum((old.nu[name] > 0).sum(inner), 1)
         freshness[name] = jnp.where(mean > 0, mean, 1.0)
     return fresh, freshness

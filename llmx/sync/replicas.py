@@ -69,16 +69,20 @@ class Replicas:
         return {name: PartitionSpec(AXIS, *spec.partitions) for name, spec in self.specs.items()}
 
     @property
-    def layered(self) -> dict[str, bool]:
-        """By name, whether a parameter's first dimension counts layers."""
-        return {name: tensor.layered for name, tensor in self.tensors.items()}
+    def stacked(self) -> dict[str, int]:
+        """By name, how many of a parameter's dimensions count layers and experts."""
+        return {name: tensor.stacked for name, tensor in self.tensors.items()}
 
     @property
-    def row_specs(self) -> dict[str, PartitionSpec]:
-        """How numbers of each row, [L, 1, ...] or [1, ...], are split."""
-        first = {name: self.entries(name)[0] if self.layered[name] else None for name in self.specs}
-        ndims = {name: len(tensor.shape) for name, tensor in self.tensors.items()}
-        return {name: PartitionSpec(first[name], *[None] * (ndims[name] - 1)) for name in first}
+    def own_specs(self) -> dict[str, PartitionSpec]:
+        """How numbers of each layer and expert, [L, 1, ...] or [1, ...], are split."""
+        return {
+            name: PartitionSpec(
+                *self.entries(name)[:tensor.stacked],
+                *[None] * (len(tensor.shape) - tensor.stacked),
+            )
+            for name, tensor in self.tensors.items()
+        }  # fmt: skip
 
     def region(self, function, *, in_specs, out_specs):
         """`function` of one device's parts, manual over all axes of the mesh."""

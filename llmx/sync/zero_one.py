@@ -42,7 +42,7 @@ class ZeroOne(NamedTuple):
 
 def make(inputs: StrategyInputs) -> Strategy:
     replicas, config = inputs.replicas, inputs.optimizer_config
-    head = zero_one_adam(config.b1, config.beta2, config.eps, replicas.layered)
+    head = zero_one_adam(config.b1, config.beta2, config.eps, replicas.stacked)
     inputs = inputs.with_head(head)
     abstract = ZeroOne(
         *local.of_all_replicas(inputs), replicas.placed((), WHOLE, jnp.int32),
@@ -139,7 +139,7 @@ class ZeroOneState(NamedTuple):
 
 
 def zero_one_adam(
-    b1: float, b2: float, eps: float, layered: dict[str, bool]
+    b1: float, b2: float, eps: float, stacked: dict[str, int]
 ) -> optax.GradientTransformationExtraArgs:
     """Adam's direction in local steps (0/1 Adam).
 
@@ -164,7 +164,7 @@ def zero_one_adam(
         mu = jax.tree.map(lambda g, m: (1 - b1) * g + b1 * m, grads, state.mu)
         corrected = 1 - b1 ** count.astype(jnp.float32)
 
-        least = trees.unnamed(least_sizes(trees.named(nu), layered, moments, b2), nu)
+        least = trees.unnamed(least_sizes(trees.named(nu), stacked, moments, b2), nu)
 
         def direction(m, v, least):
             least = jnp.where(alone, least, 0)
@@ -227,12 +227,12 @@ def make_exchange(inputs: StrategyInputs) -> Callable[[State], State]:
         mu, nu = trees.named(head.mu), trees.named(head.nu)
         first = jax.tree.map(lambda leaf: sharding.to_local(inputs.loss.mesh, AXES, leaf)[0], nu)
         least = least_sizes(
-            first, replicas.layered, jnp.max(head.moments), inputs.optimizer_config.beta2
+            first, replicas.stacked, jnp.max(head.moments), inputs.optimizer_config.beta2
         )
         params, own, residuals, mu, nu = replicas.region(
             region,
             in_specs=(
-                replicas.specs, specs, PartitionSpec(AXIS), WHOLE, replicas.row_specs,
+                replicas.specs, specs, PartitionSpec(AXIS), WHOLE, replicas.own_specs,
                 stacked, stacked, stacked,
             ),
             out_specs=(replicas.specs, stacked, specs, stacked, stacked),

@@ -71,11 +71,25 @@ def write(
             "model": content.model, "dense": exports.write_dense(unfinished, content.dense),
             "since": since and {"path": path, "checksum": since.checksum},
         })  # fmt: skip
+        _require_read_back(content, exports.open_export(unfinished))
         unfinished.rename(folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return {one["name"]: one["stored"] for one in listed}
+
+
+def _require_read_back(content: Content, export: Export) -> None:
+    """Raises ValueError where a reader finds other tables, features or a model than were meant."""
+    of = lambda tables: [(one.name, one.rows, one.width) for one in tables]  # noqa: E731
+    found = {
+        "tables": (of(content.tables), of(export.tables.values())),
+        "features": (list(content.features), list(export.features.values())),
+        "model": (dict(content.model), export.manifest["model"]),
+    }
+    for what, (meant, read) in found.items():
+        if meant != read:
+            raise ValueError(f"an export cannot hold the {what} {meant}: it would say {read}")
 
 
 def _require_same_tables(content: Content, since: Export) -> None:

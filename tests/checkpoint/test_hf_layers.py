@@ -25,7 +25,10 @@ CASES = {
     "mistral_no_window": ("MistralConfig", _OF_WIDTH | {
         "sliding_window": None, "tie_word_embeddings": True, "rope_parameters": LLAMA3_ROPE,
     }),
-    "qwen2": ("Qwen2Config", TINY | {"head_dim": 32, "tie_word_embeddings": True}),
+    # Six heads do not divide the width.
+    "qwen2": ("Qwen2Config", TINY | {
+        "head_dim": 32, "num_attention_heads": 6, "tie_word_embeddings": True,
+    }),
     "qwen2_last_layers": ("Qwen2Config", _OF_WIDTH | _FOUR | {
         "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2,
     }),
@@ -148,6 +151,9 @@ _NO_WINDOWS = {"layer_types": [SLIDING] * 3, "use_sliding_window": False, "slidi
         ("smollm3", {"rope_scaling": YARN_ROPE, "original_max_position_embeddings": 8},
          "original_max_position_embeddings=8"),
         ("llama3", {"rope_parameters": {FULL: _BASE}}, "for all layers together"),
+        ("llama3", {"rope_scaling": LLAMA3_ROPE | {"low_freq_factor": 4.0}},
+         "rope_low_freq=4 is not below model.rope_high_freq=4"),
+        ("llama3", {"rope_scaling": YARN_ROPE | {"beta_slow": 3.0}}, "rope_beta_slow=3 is above"),
     ],
 )  # fmt: skip
 def test_bad_configs_are_refused(family, changes, words):

@@ -11,7 +11,7 @@ from support import hf_models, packed_models
 from support.hf_models import TINY
 from support.packed_models import execution
 
-from llmx.checkpoint import hf, hf_packed
+from llmx.checkpoint import hf, hf_formats, hf_packed
 from llmx.compress import quantize
 from llmx.compress.quantize import QuantizeConfig
 from llmx.model import packed, sampling
@@ -105,3 +105,25 @@ def test_weights_of_other_modules_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"c_attn.*\[in, out\]"):
         hf.export(params, model, tmp_path / "packed")
     assert not (tmp_path / "packed").exists() or not any((tmp_path / "packed").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("path", "config"),
+    [
+        ("blocks/mlp/down/kernel", PackedConfig("int8", 32)),
+        ("blocks/mlp/down/kernel", PackedConfig("int4", 16)),
+        ("blocks/mlp/down/kernel", PackedConfig("int4", 32, False)),
+        # What config.json always calls unpacked.
+        ("head", PackedConfig("int4", 32)),
+    ],
+)
+def test_weights_that_one_rule_does_not_describe_are_refused(path, config, tmp_path):
+    model, params = packed_models.quantized(tmp_path, *MODELS["llama"], PackedConfig("int4", 32))
+    names = hf_formats.tensor_names(model, prefix="model.")
+    arrays = packed.named(params)
+    assert hf_packed.quantization_config(names, arrays)
+    _, other = packed_models.quantized(tmp_path / "b", *MODELS["llama"], config)
+    arrays[path] = packed.named(other)["blocks/mlp/down/kernel"]
+    name = "lm_head" if path == "head" else "down_proj"
+    with pytest.raises(ValueError, match=f"{name}.weight is .* one rule for all"):
+        hf_packed.quantization_config(names, arrays)

@@ -1,5 +1,6 @@
 """Adapters that PEFT loads beside a model of transformers: the same logits."""
 
+import dataclasses
 import json
 
 import jax
@@ -101,3 +102,15 @@ def test_files(written, tmp_path):
     with pytest.raises(ValueError, match=r"for those of experts; export the merged model"):
         peft.export(own, config, model, tmp_path / "b")
     assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.parametrize("changes", [
+    {"activation": "gelu"}, {"logit_softcap": 5.0}, {"repeats": 2}, {"norm_plus_one": True},
+    {"layer_pattern": ("global", "global_nope")},
+], ids=str)  # fmt: skip
+def test_adapters_of_a_model_that_no_checkpoint_represents_are_refused(changes, written, tmp_path):
+    model, _, own, config = with_adapters(written("llama3"), ("attention",))
+    changed, [name, *_] = dataclasses.replace(model, **changes), changes
+    with pytest.raises(ValueError, match=f"a llama checkpoint cannot .*model.{name}="):
+        peft.export(own, config, changed, tmp_path / "adapter")
+    assert not (tmp_path / "adapter").exists()

@@ -87,6 +87,12 @@ BAD = [
     (dict(batch__sequence_length=512), 1, ["sequence_length=512", "max_positions=256"]),
     (dict(model__width=60, model__mlp_dim=100), 8,
      ["model.width=60", "data8", "zero3", "multiple of 8"]),
+    # Ranks stand for the width in what follows it, and adapters have fewer dimensions to split.
+    (dict(model__ranks=("attention=3",), model__num_heads=5, model__num_kv_heads=5,
+          model__head_dim=6, mesh__fsdp=4, sharding__gather="step"), 4,
+     ["1 problem", "the rank 3 of blocks/attention/key/kernel/up", "fsdp4", "multiple of 4"]),
+    (dict(model__width=60, adapters__rank=3, mesh__fsdp=8, sharding__gather="step"), 8,
+     ["model.width=60", "blocks/attention/key/kernel/down", "fsdp8", "multiple of 8"]),
     (dict(mesh__data=3), 8, ["data3", "3 devices", "there are 8"]),
     (dict(mesh__tensor=3), 8, ["tensor3", "8 devices", "does not divide"]),
     (dict(mesh__fsdp=-1), 8, ["['data', 'fsdp']", "only one axis"]),
@@ -97,10 +103,6 @@ BAD = [
     ),
     (dict(pipeline__schedule="none"), 1, ["pipeline.schedule='none'", "gpipe"]),
     (dict(mesh__stage=4, batch__accumulation=8), 4, ["3 layers", "4 model chunks", "at most 3"]),
-    (
-        dict(mesh__stage=2, optimizer__name="adafactor"), 2,
-        ["adafactor", "(2, 1) layers", "equal size"],
-    ),
     (
         dict(mesh__stage=2, pipeline__schedule="interleaved_1f1b", batch__accumulation=2), 2,
         ["3 layers", "4 model chunks"],
@@ -235,6 +237,18 @@ BAD = [
     (dict(sample__top_p=0.0), 1, ["top_p=0.0", "above 0"]),
     (dict(launch__platform="npu"), 1, ["platform='npu'", "cpu"]),
     (dict(steps=0), 1, ["steps=0", "at least 1"]),
+    (dict(model__rope_scaling="llama3", model__rope_low_freq=8.0), 1,
+     ["rope_low_freq=8 is not below model.rope_high_freq=4", "use 1 and 4"]),
+    (dict(model__rope_scaling="yarn", model__rope_beta_slow=40.0), 1,
+     ["rope_beta_slow=40 is above model.rope_beta_fast=32", "use 1 and 32"]),
+    (dict(model__rope_scaling="yarn", model__rope_theta=1.0), 1, ["use a base above 1"]),
+    (dict(model__rope_low_freq=0.0), 1, ["rope_low_freq=0.0", "above 0"]),
+    (dict(model__rope_old_context=0), 1, ["rope_old_context=0", "at least 1"]),
+    (dict(model__rope_theta_local=-1.0), 1, ["rope_theta_local=-1.0", "at least 0"]),
+    # No parameters have such shapes, of which one would be asked whether it divides.
+    (dict(model__kv_latent=1, model__width=66, mesh__data=1, mesh__fsdp=5,
+          sharding__layout="zero3", batch__size=5), 5,
+     ["model.rope_dim=0", "model.value_dim=0", "num_kv_heads=2 with model.kv_latent=1"]),
 ]  # fmt: skip
 
 
@@ -326,6 +340,19 @@ def test_flags_override(tmp_path):
     assert not run.data.shuffle and not run.data.pack and run.model.num_layers == 7
     assert run.data.sources == ("a", "b") and run.optimizer.weight_decay == 1
     assert run.workdir == "runs/run"
+
+
+def test_a_flag_does_not_rename_a_model(tmp_path):
+    """It would be trained as what it is, and refused as what it is called when it is exported."""
+    path = write(tmp_path, "    run.model = families.preset('qwen3', width=32)\n")
+    run, problems = parsed(path, "--config.model.family=qwen3", "--config.model.width=64")
+    assert not problems and run.model == families.preset("qwen3")
+    run, problems = parsed(path, "--config.model.family=llama3", "--config.model.width=64")
+    assert run.model == families.preset("qwen3")
+    with pytest.raises(config.ConfigError) as error:
+        checks.resolve(run, 1, problems=problems)
+    for words in ("model.family='llama3'", "as 'qwen3'", "use families.preset('llama3', ...)"):
+        assert words in str(error.value)
 
 
 def test_bad_flags_are_told_with_the_rest(tmp_path):

@@ -51,6 +51,17 @@ CASES = {
     ),
     "lion": dict(optimizer__name="lion", mesh__fsdp=4),
     "muon": dict(optimizer__name="muon", mesh__fsdp=4),
+    # Narrow matrices and vectors are kept whole, in bf16 as the parameters; means in fp32.
+    "adafactor, pure bf16": dict(optimizer__name="adafactor", precision="pure_bf16",
+                                 mesh__fsdp=4, mesh__tensor=2),
+    "adafactor, factored": dict(
+        optimizer__name="adafactor", model__width=256, mesh__stage=2, mesh__fsdp=2, mesh__tensor=2,
+        pipeline__layers=(3, 1), precision="pure_bf16",
+    ),
+    "adafactor, experts, on the host": dict(
+        family="mixtral", optimizer__name="adafactor", model__width=256, model__expert_dim=128,
+        mesh__fsdp=2, mesh__expert=2, offload__optimizer=True,
+    ),
     "lamb, average": dict(optimizer__name="lamb", optimizer__ema_decay=0.9, mesh__data=4,
                           sharding__layout="zero1"),
     "moments in bf16": dict(optimizer__moments="bf16", mesh__fsdp=4),

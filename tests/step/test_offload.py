@@ -29,6 +29,7 @@ CASES = {
     "zero1": dict(mesh={"data": 2, "fsdp": 2}, sharding__layout="zero1"),
     "lamb": dict(optimizer__name="lamb"),
     "lion": dict(optimizer__name="lion"),
+    "adafactor": dict(optimizer__name="adafactor", mesh={"fsdp": 2}),
     "muon": dict(optimizer__name="muon", mesh={"fsdp": 2}),
     "int8 moments": dict(optimizer__moments="int8", mesh={"fsdp": 2}),
     "pure bf16": dict(precision="pure_bf16"),
@@ -39,7 +40,7 @@ CASES = {
     "int8 gradients": dict(mesh={"data": 2}, sync__strategy="int8"),
     "fp16": dict(precision="fp16", loss_scale__kind="dynamic"),
 }  # fmt: skip
-SLOW = {"muon", "pure bf16"}
+SLOW = {"adafactor", "muon", "pure bf16"}
 FULL = {"zero1", "lamb", "lion", "accumulation", "int8 gradients"}  # with --full-grid
 
 
@@ -120,7 +121,6 @@ def test_parameters_on_the_host_change_no_bit(case):
         (dict(mesh={"data": 2}, sync__strategy="int8"), "with sync.strategy='int8'"),
         (dict(mesh={"fsdp": 2}, sharding__gather="step"), "with sharding.gather='step'"),
         (dict(mesh={"fsdp": 2}, sharding__layout="zero2"), "with layout 'zero2'"),
-        (dict(optimizer__name="adafactor"), "offload.parameters with optimizer.name='adafactor'"),
     ],
 )  # fmt: skip
 def test_parameters_are_not_offloaded_with(changes, words):
@@ -304,11 +304,6 @@ def test_states_of_replicas_are_not_offloaded(strategy):
     (problem,) = str(error.value).splitlines()[1:]
     assert f"offload.optimizer with sync.strategy={strategy!r}" in problem
     assert "leave offload.optimizer out, or use strategy 'mean'" in problem
-
-
-def test_adafactor_is_not_offloaded():
-    with pytest.raises(ConfigError, match="'adafactor', which does not update layer by layer"):
-        make_config(optimizer__name="adafactor", offload__optimizer=True)
 
 
 def test_saves_of_stages_are_not_offloaded():

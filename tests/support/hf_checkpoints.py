@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 
+from llmx.checkpoint import hf_formats
 from llmx.model import apply, families
 from llmx.sharding import trees
 
@@ -21,6 +22,11 @@ FAMILIES = {
 def random_params(family: str, **values) -> tuple[families.ModelConfig, dict]:
     """fp32, zeros where files have nothing; `values`: other ones of the model."""
     model = families.preset(family, **SMALL | FAMILIES[family] | values)
+    return model, params_of(model)
+
+
+def params_of(model: families.ModelConfig) -> dict:
+    """The same of any model."""
     shapes, _ = apply.abstract_parameters(model)
     noise = np.random.default_rng(0)
 
@@ -29,6 +35,6 @@ def random_params(family: str, **values) -> tuple[families.ModelConfig, dict]:
         array = noise.normal(size=leaf.shape).astype(np.float32)
         if name in ("embedding", "head"):
             array[model.vocab_size :] = 0
-        return array * (name != "blocks/mlp/bias" or family != "gpt_oss")
+        return array * (name not in hf_formats.unwritten(model))
 
-    return model, jax.tree_util.tree_map_with_path(draw, shapes)
+    return jax.tree_util.tree_map_with_path(draw, shapes)

@@ -33,10 +33,10 @@ _LEFT_ALONE = (
     "tests/checkpoint/test_identity.py",  # each case is of other fields of a model
     "tests/sync/test_replicas.py::test_however_a_replica_is_split",  # or of another strategy
     # These need packages that not every environment has, and so may not exist.
-    "tests/checkpoint/test_gguf_file.py", "tests/checkpoint/test_hf.py",
-    "tests/checkpoint/test_hf_layers.py", "tests/checkpoint/test_hf_packed.py",
-    "tests/checkpoint/test_peft.py", "tests/evaluate/test_harness.py",
-    "tests/pipeline/test_torch_orders.py",
+    "tests/checkpoint/test_gguf_file.py", "tests/checkpoint/test_gguf_tokenizer.py",
+    "tests/checkpoint/test_hf.py", "tests/checkpoint/test_hf_layers.py",
+    "tests/checkpoint/test_hf_packed.py", "tests/checkpoint/test_peft.py",
+    "tests/evaluate/test_harness.py", "tests/pipeline/test_torch_orders.py",
 )  # fmt: skip
 
 

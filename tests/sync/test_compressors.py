@@ -453,6 +453,16 @@ def test_layers_that_are_split_keep_a_scale_each():
                  matrix=(4, 6, 8)),
         ),
         (
+            (4, 6, 8, 10), ("layers", "experts", "embed", "mlp"),
+            PartitionSpec("stage", "fsdp", None, "tensor"),
+            dict(shape=(2, 3, 8, 5), stacked=2, over=("fsdp", "tensor"), columns=3, rows=2,
+                 length=120, matrix=(6, 8, 5)),
+        ),
+        (
+            (3, 8, 10), ("first", "embed", "mlp"), PartitionSpec(),
+            dict(layered=False, stacked=1, columns=2, rows=1, length=240, matrix=(3, 8, 10)),
+        ),
+        (
             (9, 8), ("vocab", "embed"), PartitionSpec(None, "fsdp"),
             dict(shape=(9, 4), layered=False, over=("fsdp",), columns=1, rows=1,
                  length=36, matrix=(1, 9, 4)),

@@ -379,6 +379,13 @@ def test_an_increment_to_other_tables_is_an_error(tmp_path):
             exporting.write(tmp_path / "b", other, ById(), block_rows=lambda table: 9, since=opened)
 
 
+def test_what_a_reader_would_not_find_is_not_written(tmp_path):
+    twice = dataclasses.replace(content(), features=[*FEATURES, FEATURES[0]])
+    with pytest.raises(ValueError, match="an export cannot hold the features"):
+        exporting.write(tmp_path / "a", twice, ById(), block_rows=lambda table: 9)
+    assert not list(tmp_path.iterdir())
+
+
 # ------------------------------------------------------------------------------ lookups without jax
 
 

@@ -122,6 +122,16 @@ def test_any_mesh_equals_one_device(name, mesh, alone):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **PARITY), rows, wanted[2])
 
 
+@pytest.mark.parametrize("mesh", [None, pytest.param({"fsdp": 2}, marks=pytest.mark.slow)], ids=str)
+def test_rows_go_with_weights_that_are_gathered_once_a_step(mesh, alone):
+    losses, params, rows, *_ = train(
+        made("ngrams", mesh=mesh, sharding__gather="step"), batches("ngrams")
+    )
+    np.testing.assert_allclose(losses, alone["ngrams"][0], **PARITY)
+    for got, wanted in zip((params, rows), alone["ngrams"][1:], strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **PARITY), got, wanted)
+
+
 @pytest.mark.parametrize("weighed", [False, True])
 def test_a_dlrm_equals_dense_tables_and_optax(weighed):
     """Written without llmx's tables and step: whole tables, of which a gradient is taken. Also on
