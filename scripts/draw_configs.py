@@ -183,21 +183,24 @@ def _small_model(rng: random.Random) -> dict[str, Any]:
 
 
 def trace(arguments: list[str], kind: tuple[str, str]) -> None:
-    """Resolves a config and traces what its run would compile. ValueError: the config is refused.
+    """Resolves a config and traces what its run would compile. ConfigError: it is refused.
 
-    Raises AssertionError for a ValueError behind `resolve`, which promised that there is none.
+    Raises AssertionError for another ValueError: `resolve` gathers all problems, and promises that
+    what it returns has none.
     """
-    _, run, problems = flags.parse(flags.parser("llmx.train", ""), arguments)
-    sizes = [vars(run.mesh)[axis] for axis in sharding.AXES]
-    devices = abs(math.prod(sizes)) * (2 if -1 in sizes else 1)
-    run = checks.resolve(run, devices, problems=problems)
-    device = jax.sharding.AbstractDevice(kind[0], None, kind[1])
     try:
+        _, run, problems = flags.parse(flags.parser("llmx.train", ""), arguments)
+        sizes = [vars(run.mesh)[axis] for axis in sharding.AXES]
+        devices = abs(math.prod(sizes)) * (2 if -1 in sizes else 1)
+        run = checks.resolve(run, devices, problems=problems)
+        device = jax.sharding.AbstractDevice(kind[0], None, kind[1])
         # Options are asked of a compiler, and a compiler of devices.
         made = dataclasses.replace(recipe.make_recipe(run, devices=device), compiler_options=dict)
         with within(made.mesh):
             for phase in made.strategy.phases:
                 step = make_train_step(made, phase)
                 jax.make_jaxpr(step)(made.abstract, made.abstract_batch)
+    except config_lib.ConfigError:
+        raise
     except ValueError as error:
-        raise AssertionError(f"accepted, and then refused: {error}") from error
+        raise AssertionError(f"no problem of the config, and then: {error}") from error

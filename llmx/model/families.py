@@ -449,7 +449,9 @@ def identity(model: ModelConfig) -> dict[str, Any]:
 def problems(model: ModelConfig) -> list[str]:
     """All problems of a model by itself, each with its remedy."""
     texts = bounds.problems(model, "model.")
-    if model.num_kv_heads >= 1 and model.num_heads % model.num_kv_heads:
+    if texts:  # what is out of bounds cannot be compared with the rest
+        return texts
+    if model.num_heads % model.num_kv_heads:
         divisors = [d for d in range(1, min(model.num_heads, 4096) + 1) if model.num_heads % d == 0]
         texts.append(
             f"model.num_heads={model.num_heads} is not a multiple of "

@@ -292,6 +292,7 @@ def test_repeated_flops_by_factor(text, model):
     (dict(model=dict(embedding_rank=4, tied_head=True)), "with model.tied_head=True"),
     (dict(model=dict(embedding_rank=400)), "model.embedding_rank=400 is above"),
     (dict(model=dict(embedding_rank=4, embedding_cores=5)), "embedding_cores=5"),
+    (dict(model=dict(embedding_rank=4, embedding_cores=1)), "embedding_cores=1"),
     (dict(model=dict(repeats=0)), "model.repeats=0"),
     (dict(model=dict(repeats=2), mesh=dict(stage=2), batch__accumulation=2,
           pipeline__schedule="zb_h1"), "a layer has one of each pass"),
