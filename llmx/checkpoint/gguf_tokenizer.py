@@ -116,6 +116,7 @@ def _vocabulary(content: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
         for flag in ("lstrip", "rstrip", "single_word"):
             if token.get(flag):
                 raise Different(f"its token {shown(token['content'])} has {flag}")
+    _require_apart([token["content"] for token in _added(content)])
     merges = [tuple(m.split(" ") if isinstance(m, str) else m) for m in model.get("merges") or []]
     ranks = {pair: rank for rank, pair in enumerate(merges)}
     byte_level = any(step["type"] == "ByteLevel" for step in _steps(content.get("pre_tokenizer")))
@@ -128,6 +129,19 @@ def _vocabulary(content: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
         scores = _scores(ranks, texts)
         found["scores"] = [scores.get(text, -float(len(ranks))) for text in texts]
     return found
+
+
+def _require_apart(texts: Sequence[str]) -> None:
+    """Raises Different where two tokens overlap in a text, of which the tokenizer takes the first
+    and llama.cpp the longest. Of runs of one character both take the longest."""
+    begins: dict[str, str] = {}
+    for text in sorted(texts, key=len):  # the longest of those that begin so
+        begins |= dict.fromkeys((text[:n] for n in range(1, len(text))), text)
+    for text in texts:
+        for n in range(1, len(text)):
+            other = begins.get(text[n:], "")
+            if len(other) >= len(text) and other != text and len(set(text + other)) > 1:
+                raise Different(f"its tokens {shown(text)} and {shown(other)} can overlap")
 
 
 def _tokens(

@@ -286,6 +286,9 @@ LEFT_OUT = {
     "lowercase": small() | {"normalizer": {"type": "Lowercase"}},
     "has lstrip": small() | {"added_tokens": [added(lstrip=True)]},
     "has single_word": small() | {"added_tokens": [added(single_word=True)]},
+    "'<a>' and '>bc>' can overlap": small() | {
+        "added_tokens": [added(content="<a>"), added(content=">bc>", id=301)]
+    },
     "is beyond the model's 400": small() | {"added_tokens": [added(id=400)]},
     "puts a blank before": small() | {"pre_tokenizer": PREFIXED},
     "no name for its pre-tokenizer, []": small() | {"pre_tokenizer": WHOLE},
