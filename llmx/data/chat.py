@@ -413,12 +413,12 @@ def encode(
         starts[at], ends[at] = first, behind
     weights = np.zeros(len(found.ids), np.uint8)
     for begin, end in rendered.learned:
-        inside = (ends > begin) & (starts < end)
+        inside = touching = (ends > begin) & (starts < end)
         if not rendered.marked:
-            inside &= ends <= end
+            inside = touching & (ends <= end)
             for at in np.flatnonzero(inside & (starts < begin)):
                 inside[at] = bool(rendered.text[begin : ends[at]].strip())
-            if not inside.any() and rendered.text[begin:end].strip():
+            if touching.any() and not inside.any() and rendered.text[begin:end].strip():
                 raise ValueError(
                     f"tokenizer {tokenizer.name} joins the assistant's turn "
                     f"{json_files.shown(rendered.text[begin:end])} and what the chat template "
