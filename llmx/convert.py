@@ -37,7 +37,7 @@ from llmx.checkpoint import (
     writer,
 )
 from llmx.config import checks, recipe
-from llmx.data import remote, tokenizers
+from llmx.data import chat, remote, tokenizers
 from llmx.model import dense
 from llmx.runtime import exits, launch, ownership
 
@@ -79,6 +79,7 @@ def to_hf(
         hf.export(
             params, model, directory, tokenizer_file=file,
             end_token=coder.end_of_document, files=coder.files, ids=hf_files.ids_of(coder),
+            ends_of_turn=chat.ends_of_turn(coder, run.data.format),
             dtype=dtype or (known if came_from else "float32"),
         )  # fmt: skip
     return step
@@ -119,6 +120,7 @@ def to_gguf(workdir: str, file: str, *, at_step: int | None = None, ema: bool | 
     gguf_file.export(
         params, model, file, tokenizer=json.loads(_tokenizer_file(coder)),
         end_token=coder.end_of_document,
+        ends_of_turn=chat.ends_of_turn(coder, run.data.format),
     )  # fmt: skip
     return step
 

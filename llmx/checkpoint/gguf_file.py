@@ -7,7 +7,7 @@ written by the package `gguf` (the extra quant).
 
 import functools
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,7 @@ def problems(model: ModelConfig, params: Mapping[str, Any]) -> list[str]:
 def export(
     params: Mapping[str, Any], model: ModelConfig, file: str | pathlib.Path, *,
     tokenizer: Mapping[str, Any] | None = None, end_token: int | None = None,
+    ends_of_turn: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """Writes a new file.
 
@@ -62,6 +63,7 @@ def export(
       params: the model's parameters, a nested dict of numpy or jax arrays, or packed.
       tokenizer: the contents of a tokenizer.json.
       end_token: id of the token that ends a text.
+      ends_of_turn: id of the one that ends a turn, if it is another.
 
     Raises ValueError for `problems` and an existing file, and `writer.Unwritten` where the disk
     takes none.
@@ -78,6 +80,8 @@ def export(
     _describe(out, model)
     if tokenizer is not None:
         _add_tokenizer(out, tokenizer, model.vocab_size, end_token)
+        for end in ends_of_turn:
+            out.add_eot_token_id(end)
     architecture = {value: key for key, value in gguf.MODEL_ARCH_NAMES.items()}[name]
     names = gguf.get_tensor_name_map(architecture, model.num_layers)
     arrays = hf.checked_params(params, model)

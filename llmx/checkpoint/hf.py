@@ -50,6 +50,7 @@ def export(
     params: Mapping[str, Any], model: ModelConfig, directory: str | pathlib.Path, *,
     tokenizer_file: str | pathlib.Path | None = None, end_token: int | None = None,
     files: Mapping[str, bytes] | None = None, ids: Mapping[str, int] | None = None,
+    ends_of_turn: Sequence[int] = (),
     dtype: str = "float32", shard_bytes: int = SHARD_BYTES,
 ) -> pathlib.Path:  # fmt: skip
     """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
@@ -61,6 +62,7 @@ def export(
       end_token: id of the token that ends a text.
       files: what lay beside the tokenizer.json, to be written as it was; `hf_files.read`.
       ids: of other special tokens, for config.json: {"bos_token_id": 1}.
+      ends_of_turn: ids of further tokens that end a text.
       dtype: a name in `hf_reader.DTYPES`.
       shard_bytes: weights of more than this are split over several files.
 
@@ -72,6 +74,7 @@ def export(
     config = hf_formats.model_config_to_hf(model)
     files = files or {}
     config |= hf_files.special_ids(files, end_token=end_token, ids=ids)
+    config, files = hf_files.with_ends(config, files, ends_of_turn)
     config |= {"torch_dtype": dtype, "use_cache": True}
     arrays = checked_params(params, model)
     names = hf_formats.tensor_names(model, prefix=hf_formats.FORMATS[model.family].prefix)

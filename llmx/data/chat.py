@@ -25,6 +25,7 @@ ROLES = (
     "system", "developer", "user", "assistant", "tool", "function", "ipython", "environment",
 )  # fmt: skip
 ASSISTANT = "assistant"
+FORMATS = ("chat", "preference")  # of `DataConfig.format`, those that a chat template renders
 MAX_BYTES = 4 << 20  # of a conversation; it is encoded whole
 # Digits stay what they are in whatever a template does to a text, but for cutting it.
 _MARK, _BREAK, _BEGIN, _END, _CONTENT_END = (f"{secrets.randbits(100):031d}" for _ in range(5))
@@ -442,6 +443,19 @@ def encode_closed(
 def template_of(tokenizer: tokenizers.Tokenizer) -> Template:
     """The chat template of a tokenizer. Raises ValueError if it has none."""
     return Template(tokenizer.template, tokenizer)
+
+
+def ends_of_turn(tokenizer: tokenizers.Tokenizer, format: str) -> tuple[int, ...]:
+    """The token with which a model of that `data.format` learns to end its turns, if it does."""
+    if format not in FORMATS or not tokenizer.template:
+        return ()
+    end = template_of(tokenizer).end_of_turn()
+    return (tokenizer.special[end],) if end else ()
+
+
+def stop_tokens(tokenizer: tokenizers.Tokenizer, format: str) -> tuple[int, ...]:
+    """Each ends a text that a model of that `data.format` generates."""
+    return tuple(sorted({*tokenizer.stop_tokens, *ends_of_turn(tokenizer, format)}))
 
 
 def read_record(record: Mapping[str, Any], template: Template) -> tuple[bytes, Rendered]:
