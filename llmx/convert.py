@@ -37,7 +37,7 @@ from llmx.checkpoint import (
     writer,
 )
 from llmx.config import checks, recipe
-from llmx.data import remote, tokenizers
+from llmx.data import chat, remote, tokenizers
 from llmx.model import dense
 from llmx.runtime import exits, launch, ownership
 
@@ -80,6 +80,7 @@ def to_hf(
             params, model, directory, tokenizer_file=file,
             end_token=coder.end_of_document, ids=hf_files.ids_of(coder),
             files=coder.files if came_from else hf_files.borrowed(coder.files),
+            ends_of_turn=chat.ends_of_turn(coder, run.data.format),
             dtype=dtype or (known if came_from else "float32"),
         )  # fmt: skip
     return step
@@ -123,9 +124,10 @@ def to_gguf(
     coder = tokenizers.load(f"{workdir}/tokenizer.json")
     params, step = _dense_params(run, shapes, ema=ema, at_step=at_step)
     own = coder.special.get(coder.names["eos_token"], coder.end_of_document)
+    ends = [own, *chat.ends_of_turn(coder, run.data.format), *coder.stop_tokens]
     lines = gguf_file.export(
         params, model, file, tokenizer=_tokenizer_content(coder),
-        end_token=[own, *(token for token in coder.stop_tokens if token != own)],
+        end_token=list(dict.fromkeys(ends)),
         names=coder.names, template=coder.template, dtype=dtype,
     )  # fmt: skip
     for line in lines:

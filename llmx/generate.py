@@ -52,7 +52,7 @@ def show_sample(
         recipe.loss.apply, params, execution, [prompt],
         max_tokens=min(config.sample.max_tokens, room), temperature=config.sample.temperature,
         top_k=config.sample.top_k, top_p=config.sample.top_p, seed=config.seed,
-        stop_tokens=tokenizer.stop_tokens,
+        stop_tokens=chat.stop_tokens(tokenizer, config.data.format),
     )  # fmt: skip
     log(f"sample:\n{tokenizer.decode([*prompt, *added])}\n")
 
@@ -140,7 +140,8 @@ def _continue(args: argparse.Namespace) -> None:
     if problems := [*problems, *sampling.sampling_problems(*how)]:
         raise ValueError("\n".join(problems))
     model = _restore(args, config)
-    settings |= {"seed": args.seed, "stop_tokens": coder.stop_tokens}
+    stops = chat.stop_tokens(coder, config.data.format)
+    settings |= {"seed": args.seed, "stop_tokens": stops}
     if args.stream or args.stop:
         rows = [text_stream.TextStream(coder, prompt, stops=args.stop) for prompt in prompts]
         shown = _Rows(rows, [_heading(args, prompts, row) for row in range(len(prompts))])
@@ -182,12 +183,12 @@ def _write(args: argparse.Namespace) -> None:
             args.prompt_source, coder, length=longest, stride=longest + max_tokens,
             text_key=config.data.text_key,
         )  # fmt: skip
-    model = _restore(args, config)
+    model, stops = _restore(args, config), chat.stop_tokens(coder, config.data.format)
 
     def texts_of(chosen: list[list[int]], batch: int) -> list[str]:
         filled = [*chosen, *[chosen[-1]] * (args.batch - len(chosen))]  # one program does
         added = sampling.generate(
-            *model, filled, **settings, seed=args.seed + batch, stop_tokens=coder.stop_tokens
+            *model, filled, **settings, seed=args.seed + batch, stop_tokens=stops
         )
         pairs = zip(chosen, added, strict=False)
         return [coder.decode([*prompt, *new]) for prompt, new in pairs]
@@ -277,13 +278,12 @@ def _chat(args: argparse.Namespace) -> None:
         config_lib.load_run(args.workdir, with_ngrams=True),
         tokenizers.of_run(args.workdir),
     )
-    template = chat.template_of(coder)
+    chat.template_of(coder)  # raises where there is none
     _, *how = _settings(args, config, 1).values()
     if problems := list(sampling.sampling_problems(*how)):
         raise ValueError("\n".join(problems))
     beginning = [{"role": "system", "content": args.system}] if args.system else []
-    end = coder.special.get(template.end_of_turn())
-    stops = {*coder.stop_tokens, *([] if end is None else [end])}
+    stops = chat.stop_tokens(coder, "chat")
     model, talk = _restore(args, config), list(beginning)
     for line in _turns():
         if line.strip() in ("/exit", "/quit"):
@@ -301,7 +301,7 @@ def _chat(args: argparse.Namespace) -> None:
         settings = _settings(args, config, room)
         settings |= {"max_tokens": min(settings["max_tokens"], room), "seed": args.seed}
         stream = text_stream.TextStream(coder, prompt, stops=args.stop)
-        blocks = sampling.stream(*model, [prompt], **settings, stop_tokens=sorted(stops))
+        blocks = sampling.stream(*model, [prompt], **settings, stop_tokens=stops)
         for piece in _Rows([stream], [""]).pieces(blocks, [""]):
             print(piece, end="", flush=True)
         talk = [*turn, {"role": chat.ASSISTANT, "content": stream.text}]

@@ -51,6 +51,7 @@ def export(
     params: Mapping[str, Any], model: ModelConfig, directory: str | pathlib.Path, *,
     tokenizer_file: str | pathlib.Path | None = None, end_token: int | None = None,
     files: Mapping[str, bytes] | None = None, ids: Mapping[str, int] | None = None,
+    ends_of_turn: Sequence[int] = (),
     dtype: str = "float32", shard_bytes: int = SHARD_BYTES,
 ) -> pathlib.Path:  # fmt: skip
     """Writes a directory that `transformers.AutoModelForCausalLM.from_pretrained` loads.
@@ -62,6 +63,7 @@ def export(
       end_token: id of the token that ends a text.
       files: what lay beside the tokenizer.json, to be written as it was; `hf_files.read`.
       ids: of other special tokens, for config.json: {"bos_token_id": 1}.
+      ends_of_turn: ids of further tokens that end a text.
       dtype: a name in `hf_reader.DTYPES`.
       shard_bytes: weights of more than this are split over several files.
 
@@ -75,6 +77,7 @@ def export(
     config |= {"torch_dtype": dtype, "use_cache": True}
     config = hf_formats.with_kept(config, model, tokenizer_files.imported_config(files))
     config |= hf_files.special_ids(files, end_token=end_token, ids=ids)
+    config, files = hf_files.with_ends(config, files, ends_of_turn)
     arrays = checked_params(params, model)
     names = hf_formats.tensor_names(model, prefix=hf_formats.FORMATS[model.family].prefix)
     tensors = {}

@@ -6,7 +6,7 @@ under the name of `tokenizer_files.IMPORTED_CONFIG`. Export writes them back as 
 
 import json
 import pathlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from llmx.data import tokenizer_files, tokenizers
@@ -46,6 +46,29 @@ def borrowed(files: Mapping[str, bytes]) -> dict[str, bytes]:
     imported = tokenizer_files.imported_config(files)
     ids = {key: imported[key] for key in _IDS if key in imported}
     return dict(files) | {tokenizer_files.IMPORTED_CONFIG: json.dumps(ids).encode()}
+
+
+def with_ends(
+    config: Mapping[str, Any], files: Mapping[str, bytes], ends: Sequence[int]
+) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """A config.json and the files beside it in which generation ends at `ends`, too.
+
+    transformers goes by generation_config.json where there is one, and other programs by either.
+    """
+    name = tokenizer_files.GENERATION
+    own = {key: config[key] for key in _IDS if config.get(key) is not None}
+
+    def extended(one: Mapping[str, Any]) -> dict[str, Any]:
+        known, before = (tokenizer_files.ids(x, "eos_token_id", name) for x in (one, config))
+        if set(ends) <= set(known):
+            return dict(one)
+        found = list(dict.fromkeys([*(known or before), *ends]))
+        return {**one, "eos_token_id": found if found[1:] else found[0]}
+
+    generation = json.loads(files[name]) if name in files else own
+    if (found := extended(generation)) != generation or (ends and name not in files):
+        files = {**files, name: (json.dumps(found, indent=2) + "\n").encode()}
+    return extended(config), dict(files)
 
 
 def dtype(files: Mapping[str, bytes], known: Collection[str]) -> str:

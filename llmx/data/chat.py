@@ -4,8 +4,8 @@ What a message holds is never read as a special token. Before a template is run,
 can hold are put before special tokens in messages, and where a message ends or begins with a part
 of one. Special tokens of the rendered text without a mark are the template's own.
 
-Learned is what the template puts into `{% generation %}`, or else what follows the text that the
-turns before render to with a generation prompt, up to the turn's last special token.
+Learned is what the template puts into `{% generation %}`, or else what it writes for a turn behind
+the text that the turns before render to with a generation prompt, whatever turns follow.
 """
 
 import dataclasses
@@ -19,16 +19,18 @@ from typing import Any
 
 import numpy as np
 
-from llmx.data import tokenizers
+from llmx.data import json_files, tokenizers
 
 ROLES = (
     "system", "developer", "user", "assistant", "tool", "function", "ipython", "environment",
 )  # fmt: skip
 ASSISTANT = "assistant"
+FORMATS = ("chat", "preference")  # of `DataConfig.format`, those that a chat template renders
 MAX_BYTES = 4 << 20  # of a conversation; it is encoded whole
 # Digits stay what they are in whatever a template does to a text, but for cutting it.
 _MARK, _BREAK, _BEGIN, _END, _CONTENT_END = (f"{secrets.randbits(100):031d}" for _ in range(5))
 _NO_TEXT = ("role", "type")  # keys whose values templates compare
+_NEXT = {"role": "user", "content": "1"}  # of a conversation that goes on
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 Messages = list[dict[str, Any]]
@@ -41,8 +43,9 @@ class Rendered:
     text: str
     special: tuple[tuple[int, int], ...]
     learned: tuple[tuple[int, int], ...] = ()
-    # Where the content of one message ended, if that was asked for.
+    # Where the content of one message ended, if that was asked for and it is there once.
     content_end: int | None = None
+    marked: bool = False  # whether the template itself says what is learned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +205,8 @@ class Template:
 
     def _read(self, raw: str) -> Rendered:
         """What the template wrote, without the marks."""
-        pieces, size, at, end = [], 0, 0, None
-        special, begins, learned = [], [], []
+        pieces, size, at = [], 0, 0
+        special, begins, learned, ends = [], [], [], []
         for found in self._found.finditer(raw):
             kept = found["plain"] or found["special"] or ""
             pieces += [raw[at : found.start()], kept]
@@ -215,9 +218,10 @@ class Template:
             elif found["end"] and begins:
                 learned.append((begins.pop(), size))
             elif found["content"]:
-                end = size
+                ends.append(size)
             size, at = size + len(kept), found.end()
         text = "".join([*pieces, raw[at:]])
+        end = ends[0] if len(ends) == 1 else None
         return Rendered(text, tuple(special), tuple(learned), end)
 
     def _marked(self, value: Any) -> Any:
@@ -252,7 +256,8 @@ class Template:
         learned = whole.learned
         if talk.first and learned:
             learned = learned[len(self.render(talk.messages[: talk.first]).learned) :]
-        if not _GENERATION.search(self.source):
+        marked = bool(_GENERATION.search(self.source))
+        if not marked:
             turns = (
                 number for number, message in enumerate(talk.messages)
                 if number >= talk.first and message["role"] == ASSISTANT
@@ -260,54 +265,132 @@ class Template:
             learned = tuple(self._turn(talk.messages, number, whole) for number in turns)
         if not any(begin < end for begin, end in learned):
             raise ValueError("the chat template renders nothing of the assistant's turns")
-        return dataclasses.replace(whole, learned=learned)
+        return dataclasses.replace(whole, learned=learned, marked=marked)
 
     def _turn(self, messages: Messages, number: int, whole: Rendered) -> tuple[int, int]:
-        """The range of an assistant's turn in the text of the conversation."""
-        before = self.render(messages[:number], generation_prompt=True).text
-        if not whole.text.startswith(before):
+        """The range of an assistant's turn in the text of the conversation.
+
+        The turn's is what the template writes behind the generation prompt, whether the
+        conversation ends there or goes on.
+        """
+        before = self.render(messages[:number], generation_prompt=True)
+        begin, last = len(before.text), number + 1 == len(messages)
+        if _num_shared(whole, before) < begin:
             raise ValueError(
                 f"the chat template renders what is before message {number + 1} in another way "
                 "once that message follows: cut the conversation behind an earlier turn of the "
                 "assistant, or use a template with {% generation %}"
             )
-        begin = len(before)
-        after = self.render(messages[: number + 1]).text
-        if begin <= len(after) and whole.text.startswith(after):
-            inside = [end for _, end in whole.special if begin < end <= len(after)]
-            end = max(inside, default=len(after))
-            # What is said behind a token means that it does not close the turn.
-            return begin, len(after) if whole.text[end : len(after)].strip() else end
-        # The template drops what it wrote there, once other turns follow.
-        ended = self._content_end(messages, number, whole)
-        behind = [end for start, end in whole.special if start >= max(ended, begin)]
-        return begin, min(behind, default=len(whole.text))
+        ended = messages[: number + 1], whole if last else self.render(messages[: number + 1])
+        longer = [*messages, _NEXT] if last else messages
+        try:
+            text = self.render(longer) if last else whole
+        except ValueError:  # a template that lets no user follow
+            longer, text = ended
+        ends = self._ends_of_turn(before, number, ended, (longer, text))
+        end = max(begin, ends[0 if last else 1])
+        if closing := _closing(whole, begin, end):
+            return begin, closing[-1][1]
+        # The token that closes the conversation is the last turn's, if it is none that begins an
+        # answer, which a template may write unasked.
+        behind = next((token for token in whole.special if token[0] >= end), None)
+        if last and behind and not whole.text[end : behind[0]].strip():
+            end = end if before.text.endswith(whole.text[end:]) else behind[1]
+        return begin, end
 
-    def _content_end(self, messages: Messages, number: int, whole: Rendered) -> int:
-        """Where the content of a message ends in the text of the conversation."""
-        content = messages[number].get("content")
-        if isinstance(content, str):
-            kept = content.rstrip()
-            tagged = kept + _CONTENT_END + content[len(kept) :]
-            copy = [*messages]
-            copy[number] = {**messages[number], "content": tagged}
-            found = self.render(copy)
-            if found.content_end is not None and found.text == whole.text:
-                return found.content_end
-        raise ValueError(
-            f"the end of message {number + 1} cannot be found in what the chat template renders: "
-            "use a template with {% generation %}"
-        )
+    def _ends_of_turn(
+        self, before: Rendered, number: int, ended: tuple[Messages, Rendered],
+        longer: tuple[Messages, Rendered],
+    ) -> tuple[int, int]:  # fmt: skip
+        """Where a turn ends in the text of a conversation that it ends, and of one that goes on.
+
+        before: what the turn is an answer to.
+        """
+        texts = ended[1], longer[1]
+        shared = _num_shared(*texts)
+        if shared == min(len(rendered.text) for rendered in texts):
+            return shared, shared
+        # Something closes the conversation, or what the turn holds is changed later.
+        begins = self._content_end(number, *ended), self._content_end(number, *longer)
+        shared = _num_shared(*texts, begins)
+        ends = [begin + shared for begin in begins]
+        if not any(
+            end in (len(rendered.text), *(first for first, _ in rendered.special))
+            for rendered, end in zip(texts, ends, strict=True)
+        ):
+            # Other words, which may begin alike: a line, or the text from a special token on.
+            text, cut = texts[0].text, begins[0]
+            cut += text[cut : ends[0]].rfind("\n") + 1
+            for first, behind in texts[0].special:
+                if begins[0] <= first < ends[0]:
+                    unasked = before.text.endswith(text[first:])
+                    cut = max(cut, first if unasked else behind)
+            shared = cut - begins[0]
+        return begins[0] + shared, begins[1] + shared
+
+    def _content_end(self, number: int, messages: Messages, whole: Rendered) -> int:
+        """Where the content of a message ends in the text of its conversation."""
+        copy = [*messages]
+        copy[number] = {**messages[number], "content": _tagged(messages[number].get("content"))}
+        found = self.render(copy)
+        if found.content_end is None or found.text != whole.text:
+            raise ValueError(
+                f"the end of message {number + 1} cannot be found in what the chat template "
+                "renders: use a template with {% generation %}"
+            )
+        return found.content_end
 
     def end_of_turn(self) -> str:
-        """The special token that closes an assistant's turn; "" if none does."""
+        """The special token with which the model learns to end a turn; "" if there is none."""
         talk = [{"role": "user", "content": "1"}, {"role": ASSISTANT, "content": "2"}]
-        try:
-            begin, end = self._turn(talk, 1, whole := self.render(talk))
-        except ValueError:  # the template takes other conversations only
-            return ""
-        inside = [whole.text[a:b] for a, b in whole.special if begin <= a and b == end]
-        return inside[0] if inside else ""
+        for messages in (talk, [{"role": "system", "content": "0"}, *talk]):
+            try:
+                found = self.render_to_learn(Conversation(messages))
+            except ValueError:  # the template takes other conversations only
+                continue
+            closing = _closing(found, *found.learned[-1])
+            return found.text[slice(*closing[0])] if closing else ""
+        return ""
+
+
+def _num_shared(one: Rendered, two: Rendered, begins: tuple[int, int] = (0, 0)) -> int:
+    """Of how many characters from `begins` on two texts are the same, special tokens as a whole."""
+    both = list(zip((one, two), begins, strict=True))
+    first, second = (rendered.text[begin:] for rendered, begin in both)
+    tokens = [
+        {(at - begin, end - begin) for at, end in rendered.special if at >= begin}
+        for rendered, begin in both
+    ]
+    low, high = 0, min(len(first), len(second))
+    while low < high:  # the first `low` are the same, and those behind `high` are not
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    cut = [at for at, end in tokens[0] if at < low < end]
+    return min([low, *cut, *(at for at, _ in tokens[0] ^ tokens[1] if at < low)])
+
+
+def _closing(rendered: Rendered, begin: int, end: int) -> list[tuple[int, int]]:
+    """The special tokens at the end of a range, with nothing but blanks between and behind them."""
+    found = []
+    for first, behind in reversed(rendered.special):
+        if first >= begin and behind <= end:
+            if rendered.text[behind:end].strip():
+                break
+            found, end = [(first, behind), *found], first
+    return found
+
+
+def _tagged(content: Any) -> Any:
+    """The content of a message with a mark where its text ends, blanks apart."""
+    if isinstance(content, str):
+        kept = content.rstrip()
+        return kept + _CONTENT_END + content[len(kept) :]
+    if isinstance(content, list) and content and isinstance(content[-1], dict):
+        return [*content[:-1], {**content[-1], "text": _tagged(content[-1].get("text"))}]
+    return content
 
 
 def _marked_token(found: re.Match) -> str:
@@ -317,11 +400,32 @@ def _marked_token(found: re.Match) -> str:
 def encode(
     tokenizer: tokenizers.Tokenizer, rendered: Rendered
 ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-    """Ids, int32, and which of them are learned, uint8: all that touch a learned range."""
+    """Ids, int32, and which of them are learned, uint8.
+
+    As in the mask of `transformers`, of what a template marks it is all that touch it. Else a
+    special token is where it is written, whatever blanks it takes in, and a token that begins
+    before a turn is learned for more than blanks of it, and none that goes on behind it.
+    """
     found = tokenizer.encode_marked(rendered.text, rendered.special)
+    starts, ends = found.starts.copy(), found.ends.copy()
+    if not rendered.marked and rendered.special:
+        first, behind = np.array(rendered.special).T
+        at = np.searchsorted(found.ends, behind)
+        starts[at], ends[at] = first, behind
     weights = np.zeros(len(found.ids), np.uint8)
     for begin, end in rendered.learned:
-        weights |= (found.ends > begin) & (found.starts < end)
+        inside = touching = (ends > begin) & (starts < end)
+        if not rendered.marked:
+            inside = touching & (ends <= end)
+            for at in np.flatnonzero(inside & (starts < begin)):
+                inside[at] = bool(rendered.text[begin : ends[at]].strip())
+            if touching.any() and not inside.any() and rendered.text[begin:end].strip():
+                raise ValueError(
+                    f"tokenizer {tokenizer.name} joins the assistant's turn "
+                    f"{json_files.shown(rendered.text[begin:end])} and what the chat template "
+                    "writes around it to one token: use a template with a special token there"
+                )
+        weights |= inside
     return found.ids, weights
 
 
@@ -339,6 +443,19 @@ def encode_closed(
 def template_of(tokenizer: tokenizers.Tokenizer) -> Template:
     """The chat template of a tokenizer. Raises ValueError if it has none."""
     return Template(tokenizer.template, tokenizer)
+
+
+def ends_of_turn(tokenizer: tokenizers.Tokenizer, format: str) -> tuple[int, ...]:
+    """The token with which a model of that `data.format` learns to end its turns, if it does."""
+    if format not in FORMATS or not tokenizer.template:
+        return ()
+    end = template_of(tokenizer).end_of_turn()
+    return (tokenizer.special[end],) if end else ()
+
+
+def stop_tokens(tokenizer: tokenizers.Tokenizer, format: str) -> tuple[int, ...]:
+    """Each ends a text that a model of that `data.format` generates."""
+    return tuple(sorted({*tokenizer.stop_tokens, *ends_of_turn(tokenizer, format)}))
 
 
 def read_record(record: Mapping[str, Any], template: Template) -> tuple[bytes, Rendered]:

@@ -19,9 +19,10 @@ SPECIAL_TOKENS = "special_tokens_map.json"
 GENERATION = "generation_config.json"
 TEMPLATE = "chat_template.jinja"
 IMPORTED_CONFIG = "hf_config.json"
+_ADDED = "added_tokens.json"
 _OLD_TEMPLATE = "chat_template.json"
 NAMES = (
-    CONFIG, SPECIAL_TOKENS, "added_tokens.json", TEMPLATE, _OLD_TEMPLATE, GENERATION,
+    CONFIG, SPECIAL_TOKENS, _ADDED, TEMPLATE, _OLD_TEMPLATE, GENERATION,
     IMPORTED_CONFIG, "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model",
     "sentencepiece.bpe.model", "tiktoken.model", "tekken.json",
 )  # fmt: skip
@@ -29,6 +30,8 @@ MAX_BYTES = 128 << 20
 NAMED_TOKENS = (
     "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
 )  # fmt: skip
+FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")  # of how a token is found
+_EXTRA, _OLD_EXTRA = "extra_special_tokens", "additional_special_tokens"
 _REMEDY = "download the file again, or remove it"
 
 
@@ -38,6 +41,10 @@ class Settings:
 
     names: Mapping[str, str]  # {"bos_token": "<s>", ...}
     special: tuple[str, ...]  # further special tokens
+    # {"<s>": {"rstrip": True}, ...}: tokens that a tokenizer.json may lack, in the order in which
+    # they get ids, and tokens that are found as said here, whatever it says.
+    added: Mapping[str, Mapping[str, bool]]
+    listed: Mapping[str, Mapping[str, bool]]
     stop_ids: tuple[int, ...]  # of generation_config.json, or of the checkpoint's config.json
     template: str  # the chat template; "" = none
 
@@ -60,20 +67,65 @@ def read(folder: str | os.PathLike) -> dict[str, bytes]:
 
 def parse(files: Mapping[str, bytes], where: str | os.PathLike) -> Settings:
     """What files of a folder `where` say. Raises ValueError, naming the file, where one is bad."""
-    config, tokens, generation, imported, template = (
-        _object(files, name, where)
-        for name in (CONFIG, SPECIAL_TOKENS, GENERATION, IMPORTED_CONFIG, _OLD_TEMPLATE)
+    config, generation, imported, template = (
+        _object(files, name, where) for name in (CONFIG, GENERATION, IMPORTED_CONFIG, _OLD_TEMPLATE)
     )
-    merged = tokens | config
-    names = {name: _content(merged[name]) for name in NAMED_TOKENS if merged.get(name) is not None}
-    extra = [merged.get("additional_special_tokens"), merged.get("extra_special_tokens")]
-    listed = (x.values() if isinstance(x, dict) else x for x in extra if isinstance(x, list | dict))
-    special = tuple(dict.fromkeys(_content(token) for tokens in listed for token in tokens))
     stops = generation if generation.get("eos_token_id") is not None else imported
     return Settings(
-        {name: text for name, text in names.items() if text}, tuple(filter(None, special)),
-        ids(stops, "eos_token_id", where), _template(files, config, template, where),
+        *_tokens(files, config, where), ids(stops, "eos_token_id", where),
+        _template(files, config, template, where),
     )  # fmt: skip
+
+
+def _tokens(
+    files: Mapping[str, bytes], config: Mapping[str, Any], where: str | os.PathLike
+) -> tuple[dict[str, str], tuple[str, ...], dict[str, Mapping], dict[str, Mapping]]:
+    """`names`, `special`, `added` and `listed` of `Settings`, by the rules of transformers."""
+    older, added = (_object(files, name, where) for name in (SPECIAL_TOKENS, _ADDED))
+    path, decoder = pathlib.Path(where, CONFIG), config.get("added_tokens_decoder")
+    if decoder is not None:  # then it does not read these two
+        older, added = {}, {}
+    extra = [config.get(_EXTRA), older.get(_EXTRA)]
+    if not isinstance(extra[0], list) or not extra[0]:
+        extra.insert(0, config.get(_OLD_EXTRA))
+    if not any(isinstance(one, list) and one for one in extra):
+        extra.append(older.get(_OLD_EXTRA))
+    named = {name: token for one in extra if isinstance(one, dict) for name, token in one.items()}
+    named |= {name: token for name, token in (config | older).items() if name.endswith("_token")}
+    others = [token for one in extra if isinstance(one, list) for token in one]
+    order = dict.fromkeys(NAMED_TOKENS) | named
+    names = {name: text for name in order if (text := _content(named.get(name)))}
+    special = tuple(dict.fromkeys(filter(None, map(_content, others))))
+    by_id = {token: ids(added, token, pathlib.Path(where, _ADDED)) for token in added}
+    all_ = {*names.values(), *special}
+    new: dict[str, Mapping] = {
+        text: {"special": text in all_} for text in sorted(by_id, key=by_id.__getitem__)
+    }
+    for token in [*(named.get(name) for name in order), *others]:
+        if (text := _content(token)) and text not in by_id:
+            default = {"special": isinstance(token, str) or token in named.values()}
+            new[text] = default if isinstance(token, str) else default | _flags(token, path)
+    return names, special, new, _listed(decoder or {}, path)
+
+
+def _listed(decoder: Any, path: pathlib.Path) -> dict[str, Mapping]:
+    """The tokens of {"32000": {"content": "<s>", ...}, ...} in the order of their ids."""
+    if not isinstance(decoder, dict) or not all(key.isdecimal() for key in decoder):
+        raise ValueError(f"{path}: added_tokens_decoder has other keys than token ids: {_REMEDY}")
+    tokens = [decoder[key] for key in sorted(decoder, key=int)]
+    return {_content(token): _flags(token, path) for token in tokens}
+
+
+def _flags(token: Any, path: pathlib.Path) -> dict[str, bool]:
+    """How a token is found in a text, as far as it says it."""
+    object_ = token if isinstance(token, dict) and _content(token) else {"special": None}
+    found = {name: object_[name] for name in FLAGS if name in object_}
+    if not all(isinstance(value, bool) for value in found.values()):
+        raise ValueError(
+            f"{path}: {json_files.shown(token)} is no token: write an object with its content, and "
+            f"{', '.join(FLAGS)} as true or false"
+        )
+    return found
 
 
 def _object(files: Mapping[str, bytes], name: str, where: str | os.PathLike) -> dict[str, Any]:

@@ -62,6 +62,8 @@ class Tokenizer:
     rules: Mapping[str, Any] = {}
     special: Mapping[str, int]  # text of each special token -> its id
     names: Mapping[str, str]  # "bos_token" and so on -> text
+    # [text, "rstrip", ...] of special tokens that are found otherwise than by their text alone.
+    flags: Sequence[Sequence[str]] = ()
     files: Mapping[str, bytes] = {}  # those beside the tokenizer.json
     template: str = ""  # the chat template
     stop_tokens: tuple[int, ...]  # each ends a generated text
@@ -78,9 +80,13 @@ class Tokenizer:
     def encode_prompt(self, text: str) -> np.ndarray:
         """Ids, int32, of a text in which special tokens are what they are named, behind the
         tokens that the tokenizer begins a text with, unless these are there already."""
-        ids = self.encode_marked(text, self.find_special(text)).ids
+        ids = self._encode_read(text)
         begins = ids[: len(self.start)].tolist() == list(self.start)
         return ids if begins else np.concatenate([np.array(self.start, np.int32), ids])
+
+    def _encode_read(self, text: str) -> np.ndarray:
+        """Ids of a text with the special tokens that the tokenizer finds in it."""
+        return self.encode_marked(text, self.find_special(text)).ids
 
     def encode_marked(self, text: str, special: Sequence[tuple[int, int]]) -> Encoded:
         """A text in which the character ranges `special` are special tokens, and nothing else."""
@@ -224,6 +230,8 @@ class FileTokenizer(Tokenizer):
         # Truncation and padding belong to models that the file was made for, not to a corpus.
         tokenizer.no_truncation()
         tokenizer.no_padding()
+        before, tokens = _added(tokenizer), _tokens_of(settings, _added(tokenizer))
+        tokenizer.add_tokens([t for t in tokens if tokenizer.token_to_id(t.content) is None])
         end = _end_token(tokenizer, settings)
         # Also where it is there: only a *special* token is left to the documents' ends.
         tokenizer.add_special_tokens([end])
@@ -231,7 +239,10 @@ class FileTokenizer(Tokenizer):
         self._raw = raw or tokenizer.to_str().encode()
         self._tokenizer, self.name = tokenizer, name
         self.end_of_document = tokenizer.token_to_id(end)
-        promoted = _add_named(tokenizer, settings)
+        # The end token again as it is found: until here it was as shards of earlier versions know.
+        tokenizer.add_special_tokens([before.get(end, end)])
+        tokenizer.add_tokens(tokens)
+        tokenizer.add_special_tokens([_added(tokenizer)[end]])
         tokenizer.encode_special_tokens = True
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         if self.vocab_size > MAX_VOCAB_SIZE:
@@ -241,6 +252,8 @@ class FileTokenizer(Tokenizer):
             )
         added = tokenizer.get_added_tokens_decoder().items()
         self.special = {token.content: index for index, token in added if token.special}
+        flags = {token.content: _flags(token) for _, token in added}
+        self.flags = sorted(flags[text] for text in self.special if flags[text][1:])
         self._is_special = np.zeros(self.vocab_size, bool)
         self._is_special[list(self.special.values())] = True
         # It stands for what a vocabulary lacks, and so comes from text.
@@ -253,7 +266,12 @@ class FileTokenizer(Tokenizer):
         self._plain, leaks = tokenizer, self._leaks()
         if leaks:
             self._plain = self._sealed[0]
-        rules = {"as_characters": promoted, "sealed": leaks}
+        ordinary = {text for text, token in before.items() if not token.special}
+        changed = [flags[text] for text in before if flags[text] != _flags(before[text])]
+        rules = {
+            "as_characters": ordinary & self.special.keys(), "sealed": leaks,
+            "flags": [found for found in changed if found[0] not in self.special],
+        }  # fmt: skip
         self.rules = {key: sorted(value) for key, value in rules.items() if value}
         self._use(files or {}, settings)
 
@@ -294,40 +312,56 @@ class FileTokenizer(Tokenizer):
                 found[number].append(np.asarray(encoding.ids, np.uint32))
         return [np.concatenate(ids).astype(np.int64) if ids else _NO_IDS for ids in found]
 
+    def _encode(self, coder, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a text with its special tokens, and where in it they are, [tokens, 2]."""
+        coder.encode_special_tokens = False
+        try:
+            problem = f"tokenizer {self.name} cannot encode a text"
+            found = _call_library(coder.encode, text, add_special_tokens=False, problem=problem)
+        finally:
+            self._tokenizer.encode_special_tokens = True
+        return np.array(found.ids, np.int32), np.array(found.offsets, int).reshape(-1, 2)
+
+    def _encode_read(self, text: str) -> np.ndarray:
+        return self._encode(self._tokenizer, text)[0]
+
     def encode_marked(self, text: str, special: Sequence[tuple[int, int]]) -> Encoded:
-        whole = list(special) == self.find_special(text)
-        coder, pieces, at = self._tokenizer, [], 0
-        if not whole:
-            coder, secret = self._sealed
+        wanted = [self.special[text[begin:end]] for begin, end in special]
+        wanted = [token for token in wanted if self._is_special[token]]
+        if list(special) == self.find_special(text):
+            ids, offsets = self._encode(self._tokenizer, text)
+            if ids[self._is_special[ids]].tolist() == wanted:
+                return Encoded(ids, offsets[:, 0], offsets[:, 1])
+        coder, secret = self._sealed
         # (begin, end) of each special token in what is encoded, and how far it lies from `text`.
-        moved, size = [], 0
+        pieces, moved, size, at = [], [], 0, 0
         for begin, end in special:
-            token = text[begin:end] if whole else secret[text[begin:end]]
+            token = secret[text[begin:end]]
             pieces += [text[at:begin], token]
             size += begin - at
             moved.append((size, size + len(token)))
             size, at = size + len(token), end
-        coder.encode_special_tokens = False
-        try:
-            problem = f"tokenizer {self.name} cannot encode a text"
-            found = _call_library(
-                coder.encode, "".join([*pieces, text[at:]]), add_special_tokens=False,
-                problem=problem,
-            )  # fmt: skip
-        finally:
-            self._tokenizer.encode_special_tokens = True
-        ids, offsets = np.array(found.ids, np.int32), np.array(found.offsets, int).reshape(-1, 2)
-        wanted = [self.special[text[begin:end]] for begin, end in special]
-        made = ids[self._is_special[ids]]
-        if made.tolist() != [token for token in wanted if self._is_special[token]]:
-            raise ValueError(
-                f"tokenizer {self.name} makes other special tokens of a text than it holds "
-                f"({json_files.shown(text)}): give a tokenizer.json whose special tokens are not "
-                "normalized"
-            )
-        if not whole:
-            offsets = _back(offsets, moved, special)
+        ids, offsets = self._encode(coder, "".join([*pieces, text[at:]]))
+        if ids[self._is_special[ids]].tolist() != wanted:
+            raise ValueError(f"tokenizer {self.name} {self._why_other(text, special)}")
+        offsets = _back(offsets, moved, special)
         return Encoded(ids, offsets[:, 0], offsets[:, 1])
+
+    def _why_other(self, text: str, special: Sequence[tuple[int, int]]) -> str:
+        """Why other special tokens are found in a text than those at `special`."""
+        words = {token for token, *flags in self.flags if "single_word" in flags}
+        for begin, end in special:
+            beside = text[max(begin - 1, 0) : begin] + text[end : end + 1]
+            if text[begin:end] in words and re.search(r"\w", beside):
+                return (
+                    f"has {text[begin:end]!r} as a single_word, which is no token beside a letter "
+                    f"({json_files.shown(text[max(begin - 9, 0) : end + 9])}): let the chat "
+                    "template write a blank there, or set single_word to false"
+                )
+        return (
+            f"makes other special tokens of a text than it holds ({json_files.shown(text)}): give "
+            "a tokenizer.json whose special tokens are not normalized"
+        )
 
     def _decode(self, ids: np.ndarray) -> str:
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=True)
@@ -368,13 +402,31 @@ def _unknown(tokenizer) -> int | None:
     return None if token is None else tokenizer.token_to_id(token)
 
 
-def _add_named(tokenizer, settings: tokenizer_files.Settings) -> list[str]:
-    """Makes the named tokens special, as transformers does; returns those that text had before."""
-    known = tokenizer.get_added_tokens_decoder().values()
-    ordinary = {token.content for token in known if not token.special}
-    named = dict.fromkeys([*settings.names.values(), *settings.special])
-    tokenizer.add_special_tokens(list(named))
-    return sorted(ordinary & named.keys())
+def _added(tokenizer) -> dict[str, Any]:
+    """The added tokens of a tokenizer by their texts."""
+    return {token.content: token for token in tokenizer.get_added_tokens_decoder().values()}
+
+
+def _flags(token) -> list[str]:
+    """The text of an added token, and the flags by which it is found that it has."""
+    return [token.content, *(name for name in tokenizer_files.FLAGS[:-1] if getattr(token, name))]
+
+
+def _tokens_of(settings: tokenizer_files.Settings, known: Mapping[str, Any]) -> list[Any]:
+    """The tokens that the files beside a tokenizer.json name, with their flags, as transformers has
+    them: those of `known`, which it holds, unless the files list them too."""
+    import tokenizers
+
+    found = {text: tokenizers.AddedToken(text, **flags) for text, flags in settings.listed.items()}
+    for text, flags in settings.added.items():
+        if text not in found:
+            found[text] = known.get(text) or tokenizers.AddedToken(text, **flags)
+    for text in settings.special:  # what follows from not being special there stays
+        flags = {name: getattr(found[text], name) for name in tokenizer_files.FLAGS}
+        found[text] = tokenizers.AddedToken(text, **flags | {"special": True})
+    for text in settings.names.values():
+        found[text].special = True
+    return list(found.values())
 
 
 def surroundings(tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:

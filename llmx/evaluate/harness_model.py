@@ -82,6 +82,7 @@ class LlmxLM(TemplateLM):
         except (ValueError, RuntimeError, OSError) as error:
             raise Refused(str(error)) from error
         launch.note(f"step {restored.step} of {workdir}")
+        self._stops = chat.stop_tokens(self._coder, run.data.format)
         self._params, self._workdir, self._step = restored.state, workdir, restored.step
         positions = run.model.max_positions
         self.max_length, self.max_gen_toks = int(max_length or positions), int(max_gen_toks)
@@ -125,7 +126,11 @@ class LlmxLM(TemplateLM):
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The run's template, if one is to be applied. Raises Refused if it has none."""
-        return self._template.source if chat_template else None
+        if not chat_template:
+            return None
+        # Answers to what it renders end as turns do, whatever the run was trained on.
+        self._stops = chat.stop_tokens(self._coder, "chat")
+        return self._template.source
 
     @functools.cached_property
     def _template(self) -> chat.Template:
@@ -279,7 +284,7 @@ class LlmxLM(TemplateLM):
             raise Refused("\n".join(problems))
         # A stop string may be a special token, which is no part of a text.
         named = (self._coder.special[text] for text in until if text in self._coder.special)
-        stop_tokens = sorted({*self._coder.stop_tokens, self.eot_token_id, *named})
+        stop_tokens = sorted({*self._stops, self.eot_token_id, *named})
         return settings | {"stop_tokens": stop_tokens}, until
 
     def _generated(

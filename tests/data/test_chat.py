@@ -108,6 +108,159 @@ def test_a_turn_without_a_token_behind_it_is_learned_as_a_whole(coders):
     assert chat.template_of(ours).end_of_turn() == ""
 
 
+DROPPED = (
+    "{% set c = m.content %}{% if not loop.last and '</think>' in c %}"
+    "{% set c = c.split('</think>')[-1] %}{% endif %}{{ c }}"
+)
+PLAIN = (
+    "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
+    "{% if add_generation_prompt %}### assistant:\n{% else %}CLOSED{% endif %}"
+)
+MARKERS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\nTURN{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CHANNELS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}<|end_header_id|>{{ m.content }}"
+    "{% if m.role == 'assistant' and loop.last and not add_generation_prompt %}<|im_end|>"
+    "{% else %}<|eot_id|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant{% endif %}"
+)
+ALWAYS = "{% for m in messages %}<|im_start|>{{ m.role }}:TURN{% endfor %}<|im_start|>assistant:"
+# A template, what is learned of two answers, the second after a thought, and the end of a turn.
+TURNS = {
+    "one end token behind plain text": (
+        PLAIN.replace("CLOSED", "<|im_end|>"), ["one\n\n", "<t></think>two\n\n<|im_end|>"],
+        "<|im_end|>",
+    ),
+    "plain text that begins like the next turn": (
+        PLAIN.replace("CLOSED", "### end"), ["one\n\n", "<t></think>two\n\n"], "",
+    ),
+    "no end": (PLAIN.replace("CLOSED", ""), ["one\n\n", "<t></think>two\n\n"], ""),
+    "markers only": (MARKERS.replace("TURN", "{{ m.content }}"), ["one", "<t></think>two"], ""),
+    "markers only, thoughts dropped": (
+        MARKERS.replace("TURN", DROPPED), ["one", "<t></think>two"], "",
+    ),
+    "another token behind the conversation": (
+        MARKERS.replace("TURN", "{{ m.content }}<|im_end|>\n").replace(
+            "{% endif %}", "{% else %}<|end_of_text|>{% endif %}"
+        ),
+        ["one<|im_end|>", "<t></think>two<|im_end|>"], "<|im_end|>",
+    ),
+    "the last turn ends otherwise": (
+        CHANNELS, ["<|end_header_id|>one", "<|end_header_id|><t></think>two<|im_end|>"],
+        "<|im_end|>",
+    ),
+    "always a generation prompt": (
+        ALWAYS.replace("TURN", "{{ m.content }}<|im_end|>"),
+        ["one<|im_end|>", "<t></think>two<|im_end|>"], "<|im_end|>",
+    ),
+    "always a generation prompt, no end": (
+        ALWAYS.replace("TURN", "{{ m.content }}"), ["one", "<t></think>two"], "",
+    ),
+    "always a generation prompt, plain text": (
+        PLAIN[: PLAIN.index("{% if")] + "### assistant:\n", ["one\n\n", "<t></think>two\n\n"], "",
+    ),
+    "two end tokens": (
+        MARKERS.replace("TURN", "{{ m.content }}<|im_end|><|eot_id|>"),
+        ["one<|im_end|><|eot_id|>", "<t></think>two<|im_end|><|eot_id|>"], "<|im_end|>",
+    ),
+    "marked": (
+        MARKERS.replace(
+            "TURN",
+            "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+            "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}",
+        ),
+        ["one<|im_end|>", "<t></think>two<|im_end|>"], "<|im_end|>",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TURNS)
+@pytest.mark.parametrize("asked", ["and", "one", "<|im_end|>one\n\n### end", "\n\n"])
+def test_nothing_behind_a_turn_is_learned(name, asked, coders):
+    """Whatever is behind it: a user's text, a header, a token of the whole conversation."""
+    template, want, end = TURNS[name]
+    ours = tokenizers.load(coders["chatml"]).with_template(template)
+    dropped = "<t></think>" if "</think>" in template else ""
+    said = ["hello", f"{dropped}one", asked, "<t></think>two"]
+    assert learned(ours, talk(*said)) == want
+    assert learned(ours, talk(*said), first=3) == want[1:]
+    # A user has the last word: the earlier turn is as it was.
+    assert learned(ours, talk(*said[:3])) == want[:1]
+    assert chat.template_of(ours).end_of_turn() == end
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}"
+         "{% if not add_generation_prompt %}({{ messages[1].content }}){% endif %}",
+         "the end of message 2 cannot be found"),
+        (PLAIN.replace("CLOSED", "end").replace("{{ m.content }}", "{{ m.content[::-1] }}"),
+         "the end of message 2 cannot be found"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}<|eot_id|>",
+         "renders what is before message 2 in another way"),
+        ("{% for m in messages %}{{ m.role }}\n{{ m.content }}{% endfor %}"
+         "{% if add_generation_prompt %}assistant\n<think>{% endif %}",
+         "renders what is before message 2 in another way"),
+    ],
+)  # fmt: skip
+def test_turns_that_cannot_be_told_apart_are_refused(template, message, coders):
+    ours = tokenizers.load(coders["chatml"]).with_template(template)
+    with pytest.raises(ValueError, match=f"(?s){message}.*a template with {{% generation %}}"):
+        learned(ours, talk("hello", "one", "and", "two"))
+
+
+def strip(folder, source, **flags):
+    """The tokenizer of a folder with flags of its special tokens, in another folder."""
+    content = json.loads((source / "tokenizer.json").read_text())
+    content["added_tokens"] = [token | flags for token in content["added_tokens"]]
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end_of_text|>"}')
+    return tokenizers.load(folder)
+
+
+def test_a_header_that_takes_in_blanks_is_not_learned(coders, tmp_path):
+    """Nor one that takes in those before it, and an end of turn is learned with either."""
+    source, (template, *_) = coders["chatml"], TURNS["markers only"]
+    plain = tokenizers.load(source).with_template(template)
+    headers = template.replace("{{ m.role }}", "").replace(">assistant\n", ">")
+    for flags, contents, want in (
+        ({"rstrip": True}, ["a", " one ", " b", "\ntwo\n"], ["one ", "two\n"]),
+        ({"lstrip": True}, ["a", " one ", " b", "\ntwo\n"], ["\n one", "\n\ntwo\n"]),
+    ):
+        ours = strip(tmp_path / "_".join(flags), source, **flags)
+        assert learned(ours.with_template(headers), talk(*contents)) == want
+        chatml = ours.with_template(chat_templates.CHATML)
+        ends = [run[-10:] for run in learned(chatml, talk(*contents))]
+        assert ends == ["<|im_end|>"] * 2
+    # Two line breaks are one token, of which the header has the first.
+    assert learned(plain, talk("a", " one ", " b", "\ntwo\n")) == [" one ", "two\n"]
+
+
+def test_a_token_over_the_beginning_or_the_end_of_a_turn(coders):
+    """It is learned for what it holds of the answer, and never for what is behind it."""
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }} {% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% else %}<|eot_id|>{% endif %}"
+    )
+    ours = tokenizers.load(coders["chatml"]).with_template(template)
+    rendered = chat.template_of(ours).render_to_learn(
+        chat.Conversation(talk("a", "model", "b", ""))
+    )
+    assert [rendered.text[a:b] for a, b in rendered.learned] == ["model ", " <|eot_id|>"]
+    assert learned(ours, talk("a", "model", "b", "")) == [" model", "<|eot_id|>"]
+    # All of the turn in one token with what is around it.
+    inner = ours._tokenizer.from_str(ours._tokenizer.to_str())
+    inner.add_tokens([": one user"])
+    joined = tokenizers.FileTokenizer(inner, name="joined").with_template(template)
+    assert learned(joined, talk("a", "two", "b", "one"))
+    with pytest.raises(ValueError, match=r"tokenizer joined joins .* a special token there"):
+        learned(joined, talk("a", "one", "b", "two"))
+
+
 def test_marks_of_a_template_are_those_of_transformers(coders):
     transformers = pytest.importorskip("transformers")
     folder = coders["chatml_marked"]

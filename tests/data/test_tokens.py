@@ -70,6 +70,108 @@ def test_marked_tokens_alone_are_special(kind, folders):
         assert (found.ends > found.starts).mean() > 0.8
 
 
+def flagged(content, **flags):
+    return {"__type": "AddedToken", "content": content, **flags}
+
+
+EOT, END = "<|eot_id|>", "<|end_of_text|>"
+SPECIAL = {"special": True, "normalized": False}
+# Flags in tokenizer.json, tokenizer_config.json, and the files beside it.
+NAMED = {
+    "bare names": ({EOT: {"rstrip": True}, END: {"lstrip": True}}, {"eos_token": EOT}, {}),
+    "an object": ({EOT: {"rstrip": True}}, {"eos_token": flagged(EOT, lstrip=True)}, {}),
+    "a new object": ({}, {"eos_token": flagged("<new>", lstrip=True, rstrip=True)}, {}),
+    "single words": (
+        {EOT: {"single_word": True}, END: {"single_word": True}}, {"eos_token": EOT}, {},
+    ),
+    "more": (
+        {EOT: {"lstrip": True}},
+        {"additional_special_tokens": [EOT, flagged("<q>", rstrip=True, normalized=False)]}, {},
+    ),
+    "new names": ({}, {"eos_token": "<new>", "image_token": "<q>"}, {}),
+    "a list of all": (
+        {EOT: {"lstrip": True}},
+        {"eos_token": EOT, "pad_token": "<new>", "added_tokens_decoder": {
+            "900": {"content": "<q>", "rstrip": True, **SPECIAL},
+            "504": {"content": EOT, "rstrip": True, **SPECIAL},
+            "507": {"content": "<start_of_turn>", "lstrip": True, "special": False},
+        }},
+        {"special_tokens_map": {"cls_token": "<cls>"}, "added_tokens": {"<other>": 901}},
+    ),
+    "older files": (
+        {EOT: {"rstrip": True}}, {"eos_token": END},
+        {"special_tokens_map": {
+            "eos_token": {"content": EOT, "lstrip": True},
+            "pad_token": {"content": "<new>", "lstrip": True, "normalized": False},
+            "additional_special_tokens": ["<q>"],
+        }, "added_tokens": {"<q>": 901, "<z>": 900}},
+    ),
+    "normalized": (
+        {EOT: {"normalized": True}, "<end_of_turn>": {"special": False, "normalized": True}},
+        {"eos_token": EOT, "pad_token": "<end_of_turn>"}, {},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_tokens_are_found_as_transformers_finds_them(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    flags, named, beside = NAMED[name]
+    folder = small_tokenizers.write(tmp_path, "byte_level")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["added_tokens"] = [
+        token | flags.get(token["content"], {}) for token in content["added_tokens"]
+    ]
+    content["normalizer"] = {"type": "Lowercase"} if name == "normalized" else None
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    files = {"tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast"} | named, **beside}
+    for file, written in files.items():
+        (folder / f"{file}.json").write_text(json.dumps(written))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), tokenizers.load(folder)
+    tokens = [*theirs.added_tokens_encoder, "<start_of_turn>", "<q>", "<new>"]
+    texts = [text.replace("</s>", "<q>").replace("<s>", "<new>") for text in TEXTS[:200]]
+    texts += [
+        text for token in tokens
+        for text in (f"a {token} \n b", f"a{token}b", f"a{token} b{token.upper()}\n\n{token}")
+    ]  # fmt: skip
+    for text, want in zip(texts, theirs(texts)["input_ids"], strict=True):
+        # A text that begins with the token that begins texts needs no other.
+        assert ours.encode_prompt(text).tolist() == want[want[:1] == want[1:2] :], text
+    assert theirs.special_tokens_map.items() <= dict(ours.names).items()
+    assert ours.vocab_size == len(theirs)
+
+
+def test_a_single_word_beside_a_letter_is_named(tmp_path):
+    folder = small_tokenizers.write(tmp_path, "byte_level")
+    text = (folder / "tokenizer.json").read_text()
+    (folder / "tokenizer.json").write_text(
+        text.replace('"single_word": false', '"single_word": true').replace(
+            '"single_word":false', '"single_word":true'
+        )
+    )
+    ours = tokenizers.load(folder)
+    for text in (f"the model{EOT}", f"{EOT}reads"):
+        with pytest.raises(ValueError, match="as a single_word, which is no token beside a letter"):
+            ours.encode_marked(text, ours.find_special(text))
+        assert ours.special[EOT] not in ours.encode_prompt(text)
+    text = f"the model {EOT} reads."
+    assert ours.special[EOT] in ours.encode_marked(text, ours.find_special(text)).ids
+
+
+def test_a_message_writes_no_normalized_token(tmp_path):
+    """Which transformers finds in other letters, too."""
+    folder = small_tokenizers.write(tmp_path, "byte_level")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["normalizer"] = {"type": "Lowercase"}
+    content["added_tokens"] = [token | {"normalized": True} for token in content["added_tokens"]]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    ours = tokenizers.load(folder)
+    text = "a <|EOT_ID|> <|eot_id|>"
+    found = ours.encode_marked(text, [(13, 23)])
+    assert found.ids.tolist().count(ours.special["<|eot_id|>"]) == 1
+    assert ours.encode_prompt(text).tolist().count(ours.special["<|eot_id|>"]) == 2
+
+
 def test_prompts_begin_once_and_stop_where_the_model_does(tmp_path):
     generation = json.dumps({"eos_token_id": [501, 503]})
     folder = small_tokenizers.write(tmp_path, "byte_level", generation_config_json=generation)
@@ -93,6 +195,16 @@ def test_prompts_begin_once_and_stop_where_the_model_does(tmp_path):
     [
         ("generation_config.json", '{"eos_token_id": "x"}', "eos_token_id holds 'x', which is no"),
         ("tokenizer_config.json", "[1]", r"tokenizer_config\.json: a JSON list, not an object"),
+        (
+            "tokenizer_config.json",
+            '{"added_tokens_decoder": {"x": {}}}',
+            "keys than token ids",
+        ),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": {"content": "a", "lstrip": 1}}',
+            "is no token",
+        ),
         ("special_tokens_map.json", "{", r"special_tokens_map\.json: not readable as JSON"),
         ("chat_template.jinja", b"\xff", r"chat_template\.jinja is not valid UTF-8"),
     ],
