@@ -123,14 +123,17 @@ class Checkpointer(contextlib.AbstractContextManager):
         self, directory: str, config: CheckpointConfig, *, log: Callable[[str], None],
         may_write: Callable[[], None] = lambda: None,
         on_saved: Callable[[int], None] = lambda step: None, place: places.Place = places.SHARED,
+        in_use: Callable[[int], bool] = lambda step: False,
     ) -> None:  # fmt: skip
-        """on_saved: called on process 0, in a thread, with the step of each complete checkpoint."""
+        """on_saved: called on process 0, in a thread, with the step of each complete checkpoint.
+        in_use: whether a checkpoint is being copied, and is deleted later only."""
         if found := problems(config):
             raise ValueError("\n".join(found))
         self._root = directories.root_of(directory)
         self._config = config
         self._log = log
         self._may_write, self._on_saved, self._place = may_write, on_saved, place
+        self._in_use = in_use
         self._board: writer.Board | None = None
         self._current: int | None = None  # the last step that this run saved or restored
         self._save: writer.Save | None = None
@@ -385,7 +388,6 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._rename(step, "replaced", "this run comes from another checkpoint")
         path = directories.unfinished_path(self._root, step) / directories.STATE
         path.mkdir(parents=True, exist_ok=True)
-        self._place.prepare(step)
         beside(directories.unfinished_path(self._root, step))
 
     def _prune(self) -> None:
@@ -396,7 +398,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         kept = 0
         for step in reversed(steps):
             if kept == self._config.keep_last:
-                if step != trusted and (not every or step % every):
+                if step != trusted and (not every or step % every) and not self._in_use(step):
                     self._permitted()
                     thread = directories.start_removing(self._root, str(step))
                     self._deleting = [t for t in self._deleting if t.is_alive()] + [thread]
