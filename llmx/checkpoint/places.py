@@ -24,8 +24,8 @@ import jax
 import numpy as np
 
 from llmx.checkpoint import checksums, directory, manifest, reshard, restore, writer
-from llmx.checkpoint.manifest import Corrupt, Document, Unreadable
-from llmx.data import remote
+from llmx.checkpoint.manifest import Corrupt, Document, Unanswered, Unreadable
+from llmx.data import remote, transient
 from llmx.runtime import ownership
 
 _METADATAS = "array_metadatas"  # Orbax's, with a file of each process
@@ -192,7 +192,8 @@ def _reader(root: str) -> restore.Reader:
         except (FileNotFoundError, ValueError) as error:
             raise Corrupt(f"its meta cannot be read ({type(error).__name__}: {error})") from error
         except OSError as error:
-            raise Unreadable(f"its meta cannot be read ({error})") from error
+            kind = Unanswered if transient.is_transient(error) else Unreadable
+            raise kind(f"its meta cannot be read ({error})") from error
 
     def read(path: Any, wanted: Mapping[str, Any], names: Mapping[str, str]) -> dict:
         # `path` is that of the local folder, which has no arrays.
@@ -213,7 +214,7 @@ def _read(
     except Exception as error:  # TensorStore raises several types
         problem = restore.unread(error)
         if isinstance(problem, Corrupt) and not any(code in str(error) for code in _OF_FILES):
-            problem = Unreadable(str(problem))
+            problem = Unanswered(str(problem))
         raise problem from error
 
 
