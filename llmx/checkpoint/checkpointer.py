@@ -27,6 +27,8 @@ from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.runtime import bounds, exits
 from llmx.runtime.bounds import bounded, choice
 
+WAIT_SECONDS = 60.0  # that a step waits for the save before its own
+
 
 @dataclasses.dataclass
 class CheckpointConfig:
@@ -171,16 +173,21 @@ class Checkpointer(contextlib.AbstractContextManager):
 
         `state` is a pytree of jax.Arrays and Python numbers, its layers in the permutation `order`;
         `meta` holds JSON values. Returns when the arrays may be donated, with `wait` when the
-        checkpoint is committed; False if this run has saved or restored the same step already.
-        `beside` writes what else the checkpoint has into its folder, before this returns. No
-        collective runs. Raises ValueError for a leaf or meta that cannot be saved, and Halt for a
-        save that ended badly: an earlier one, or with `wait` this one, whatever the policy.
+        checkpoint is committed; False if this run has saved or restored the same step already, or
+        where the save before it is not done after `WAIT_SECONDS`: then this one is tried again some
+        steps later. `beside` writes what else the checkpoint has into its folder, before this
+        returns. No collective runs. Raises ValueError for a leaf or meta that cannot be saved, and
+        Halt for a save that ended badly: an earlier one, or with `wait` this one, whatever the
+        policy.
         """
         if self._current == step:
             if wait:
                 self._end_save(step, final=True)
             return False
         arrays, document = manifest.describe(step, state, meta, order)
+        if not wait and self._is_late(step):
+            self._retry = step + max(1, self._config.every // 4)
+            return False
         self._end_save(step)
         # What runs on the devices now would be waited for by the copies to the host.
         jax.block_until_ready(arrays)
@@ -314,6 +321,18 @@ class Checkpointer(contextlib.AbstractContextManager):
                 f"{text}; {self._newest_text()}; {verdict.remedy} and run again to resume"
             )
         self._retry = step + max(1, self._config.every // 4)
+
+    def _is_late(self, step: int) -> bool:
+        """Whether the save in progress is not waited for any more; alike in all processes."""
+        save, late = self._save, False
+        if save is None:
+            return False
+        if self._board.rank == 0 and (late := not save.ends_within(WAIT_SECONDS)):
+            self._log(
+                f"the checkpoint of step {save.step} is still being written, since {save.since}: "
+                f"training goes on, and that of step {step} is tried again later"
+            )
+        return json.loads(self._board.share(f"{save.number}/late/{step}", json.dumps(late)))
 
     def _on_end(self, save: writer.Save) -> None:
         """In the thread of the save."""
