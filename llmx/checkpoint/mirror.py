@@ -155,7 +155,7 @@ class Mirror:
         self._parts: dict[str, set[str]] = {}  # of others: the files that it holds
         self._step = ""  # the checkpoint that is uploaded now
         self._error: BaseException | None = None  # why the last upload failed
-        self._changed = threading.Condition()
+        self._changed, self._small_files = threading.Condition(), threading.Lock()
         self._asked = self._done = 0  # uploads
         self._since = self._arrived = 0.0  # when this one began, and when a file last arrived
         self._thread: threading.Thread | None = None
@@ -378,6 +378,10 @@ class Mirror:
     # ---------------------------------------------------------------------------------- one upload
 
     def _upload_small(self) -> None:
+        with self._small_files:  # of several processes a save uploads them, too
+            self._upload_small_alone()
+
+    def _upload_small_alone(self) -> None:
         # The record first: what is beside it is then known to be of these launches.
         for name in sorted(self._small(), key=lambda name: name != RECORD):
             with contextlib.suppress(FileNotFoundError):  # replaced or removed meanwhile
