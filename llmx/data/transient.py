@@ -84,6 +84,13 @@ def problem(what: str, error: BaseException, remedy: str) -> str:
     return f"{what} ({cause}): {remedy}"
 
 
+def stated(what: str, error: Exception) -> str:
+    """An error as a problem of the config. Raises it where it is transient."""
+    if is_transient(error):
+        raise error
+    return f"{what}: {error}"
+
+
 def refusal(what: str, error: BaseException, remedy: str) -> ValueError:
     """The error to raise from `error`: for a transient one the remedy is to run again."""
     cause = getattr(error, "strerror", None) or error

@@ -101,7 +101,10 @@ def losses_there(tmp_path):
     return text_runs.losses(copy, steps=STEPS)
 
 
-@pytest.mark.parametrize("fault", [403, "reset"])
+RARE = pytest.mark.full_grid  # the others stand for these
+
+
+@pytest.mark.parametrize("fault", [403, pytest.param("reset", marks=RARE)])
 def test_uploads_that_fail_lose_no_checkpoint(tmp_path, store, fault):
     """They fail from the second checkpoint on, and the run is killed: it goes on from the newest
     local checkpoint, without the store's help; what the store lacked is there at the end."""
@@ -157,7 +160,9 @@ def test_a_start_that_the_store_fails_can_be_made_again(tmp_path, store):
     assert losses_there(tmp_path) == whole
 
 
-@pytest.mark.parametrize("fault", ["never", 20.0, 503])
+@pytest.mark.parametrize(
+    "fault", ["never", pytest.param(20.0, marks=RARE), pytest.param(503, marks=RARE)]
+)
 def test_a_store_that_hangs_delays_no_step(tmp_path, store, fault):
     """From the first upload on: all steps are taken at once, the end waits as long as it is told,
     and the next start uploads."""
@@ -179,7 +184,9 @@ def test_a_store_that_hangs_delays_no_step(tmp_path, store, fault):
     assert losses_there(tmp_path) == whole and complete(remote.find(URL))[-1] == STEPS
 
 
-@pytest.mark.parametrize("fault", ["cut", "flip", 500])
+@pytest.mark.parametrize(
+    "fault", ["flip", pytest.param("cut", marks=RARE), pytest.param(500, marks=RARE)]
+)
 def test_shards_and_text_of_a_store_that_fails_train_no_step(tmp_path, store, fault):
     """Neither from a copy that is not what was written, nor with finished shards thrown away."""
     code = subprocess.run(
