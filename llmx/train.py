@@ -86,8 +86,9 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             resume.begin_going_back(config)
             checkpoints = checkpointer.Checkpointer(
                 f"{config.workdir}/checkpoints", config.checkpoint, log=log,
-                may_write=job.may_write, place=store.place,
+                may_write=job.may_write if store.is_local else job.still_owns, place=store.place,
                 on_saved=store.pushing(functools.partial(caller.saved, config.workdir)),
+                in_use=store.uses,
             )  # fmt: skip
 
             # 2. Mesh and shapes: nothing is allocated.
@@ -117,9 +118,9 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             resources.enter_context(tier)
             restored, rows = restore(config, recipe, checkpoints, dataset, job, tier)
         except ValueError as error:
-            return job.refuse(error)
+            return job.refuse(error, describe.failure_code(error))
         except OSError as error:
-            return job.refuse(describe.failure_text(config, error))
+            return job.refuse(*describe.failure(config, error))
 
         # 5. Compile the step, explicitly: a program for each phase that is still to come.
         loop = Loop(config, recipe, dataset, restored, job, rows)
@@ -193,10 +194,8 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
                 restored, rows = restore(config, recipe, checkpoints, dataset, job)
             except checkpointer.Halt as halt:
                 return job.refuse(halt, halt.code)
-            except ValueError as error:
-                return job.refuse(error)
-            except OSError as error:
-                return job.refuse(describe.failure_text(config, error))
+            except (ValueError, OSError) as error:
+                return job.refuse(*describe.failure(config, error))
             loop = Loop(config, recipe, dataset, restored, job, rows)
             skipped = config.rollback.skipped[-1:] if back_to in config.rollback.at else ()
             loop.reporter.event("rollback", loop.first, {"skipped": sum(skipped)})
@@ -221,7 +220,8 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
         if code == exits.DONE and loop.step < config.steps:
             code = stop.code
         finish(job, loop, evaluation, code)
-        code = store.end(code)
+        with progress("save"):  # after SIGTERM time is short
+            code = store.end(code, config.checkpoint.grace_seconds if code == exits.AGAIN else None)
         why = reason if code == exits.STOPPED else stop.reason
         caller.end(log, config=config, state=loop.state, step=loop.step, why=why)
         log(farewell(config, loop.step, code, why))

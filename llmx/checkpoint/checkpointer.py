@@ -27,6 +27,8 @@ from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.runtime import bounds, exits
 from llmx.runtime.bounds import bounded, choice
 
+WAIT_SECONDS = 60.0  # that a step waits for the save before its own
+
 
 @dataclasses.dataclass
 class CheckpointConfig:
@@ -123,14 +125,17 @@ class Checkpointer(contextlib.AbstractContextManager):
         self, directory: str, config: CheckpointConfig, *, log: Callable[[str], None],
         may_write: Callable[[], None] = lambda: None,
         on_saved: Callable[[int], None] = lambda step: None, place: places.Place = places.SHARED,
+        in_use: Callable[[int], bool] = lambda step: False,
     ) -> None:  # fmt: skip
-        """on_saved: called on process 0, in a thread, with the step of each complete checkpoint."""
+        """on_saved: called on process 0, in a thread, with the step of each complete checkpoint.
+        in_use: whether a checkpoint is being copied, and is deleted later only."""
         if found := problems(config):
             raise ValueError("\n".join(found))
         self._root = directories.root_of(directory)
         self._config = config
         self._log = log
         self._may_write, self._on_saved, self._place = may_write, on_saved, place
+        self._in_use = in_use
         self._board: writer.Board | None = None
         self._current: int | None = None  # the last step that this run saved or restored
         self._save: writer.Save | None = None
@@ -168,16 +173,21 @@ class Checkpointer(contextlib.AbstractContextManager):
 
         `state` is a pytree of jax.Arrays and Python numbers, its layers in the permutation `order`;
         `meta` holds JSON values. Returns when the arrays may be donated, with `wait` when the
-        checkpoint is committed; False if this run has saved or restored the same step already.
-        `beside` writes what else the checkpoint has into its folder, before this returns. No
-        collective runs. Raises ValueError for a leaf or meta that cannot be saved, and Halt for a
-        save that ended badly: an earlier one, or with `wait` this one, whatever the policy.
+        checkpoint is committed; False if this run has saved or restored the same step already, or
+        where the save before it is not done after `WAIT_SECONDS`: then this one is tried again some
+        steps later. `beside` writes what else the checkpoint has into its folder, before this
+        returns. No collective runs. Raises ValueError for a leaf or meta that cannot be saved, and
+        Halt for a save that ended badly: an earlier one, or with `wait` this one, whatever the
+        policy.
         """
         if self._current == step:
             if wait:
                 self._end_save(step, final=True)
             return False
         arrays, document = manifest.describe(step, state, meta, order)
+        if not wait and self._is_late(step):
+            self._retry = step + max(1, self._config.every // 4)
+            return False
         self._end_save(step)
         # What runs on the devices now would be waited for by the copies to the host.
         jax.block_until_ready(arrays)
@@ -312,6 +322,18 @@ class Checkpointer(contextlib.AbstractContextManager):
             )
         self._retry = step + max(1, self._config.every // 4)
 
+    def _is_late(self, step: int) -> bool:
+        """Whether the save in progress is not waited for any more; alike in all processes."""
+        save, late = self._save, False
+        if save is None:
+            return False
+        if self._board.rank == 0 and (late := not save.ends_within(WAIT_SECONDS)):
+            self._log(
+                f"the checkpoint of step {save.step} is still being written, since {save.since}: "
+                f"training goes on, and that of step {step} is tried again later"
+            )
+        return json.loads(self._board.share(f"{save.number}/late/{step}", json.dumps(late)))
+
     def _on_end(self, save: writer.Save) -> None:
         """In the thread of the save."""
         if save.verdict.kind == writer.SAVED:
@@ -385,7 +407,6 @@ class Checkpointer(contextlib.AbstractContextManager):
             self._rename(step, "replaced", "this run comes from another checkpoint")
         path = directories.unfinished_path(self._root, step) / directories.STATE
         path.mkdir(parents=True, exist_ok=True)
-        self._place.prepare(step)
         beside(directories.unfinished_path(self._root, step))
 
     def _prune(self) -> None:
@@ -396,7 +417,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         kept = 0
         for step in reversed(steps):
             if kept == self._config.keep_last:
-                if step != trusted and (not every or step % every):
+                if step != trusted and (not every or step % every) and not self._in_use(step):
                     self._permitted()
                     thread = directories.start_removing(self._root, str(step))
                     self._deleting = [t for t in self._deleting if t.is_alive()] + [thread]

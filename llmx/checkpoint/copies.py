@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from llmx.checkpoint import directory, hf_reader, identity, mirror, restore
-from llmx.data import json_files, remote, tokenizer_files, tokenizers
+from llmx.data import json_files, remote, tokenizer_files, tokenizers, transient
 
 FOLDER = "~/.cache/llmx/checkpoints"
 _SMALL = (hf_reader.CONFIG, hf_reader.INDEX, tokenizers.FILE_NAME, *tokenizer_files.NAMES)
@@ -116,7 +116,9 @@ class Stored:
         try:
             remote.fetch(self.url, self.folder, keep=wanted)
         except OSError as error:
-            raise ValueError(f"{self.named} cannot be copied to {self.folder}: {error}") from error
+            what = f"{self.named} cannot be copied to {self.folder}"
+            remedy = "check the credentials and the space on that disk"
+            raise transient.refusal(what, error, remedy) from error
         return str(self.folder)
 
 
@@ -133,9 +135,8 @@ def find(option: str, place: str) -> Stored:
     except FileNotFoundError:
         names = {}
     except OSError as error:
-        raise ValueError(
-            f"{option}{place} cannot be listed: {error}: check its name and the credentials"
-        ) from error
+        remedy = "check its name and the credentials"
+        raise transient.refusal(f"{option}{place} cannot be listed", error, remedy) from error
     return Stored(f"{option}{place}", url.rstrip("/"), step, names)
 
 

@@ -28,6 +28,7 @@ from llmx.checkpoint import local_files as files
 from llmx.checkpoint import local_places, manifest, neighbors
 from llmx.checkpoint.checkpointer import CheckpointConfig, Checkpointer, Restored
 from llmx.checkpoint.manifest import Corrupt, Document, Mismatch
+from llmx.data import transient
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.runtime import launch
 
@@ -576,15 +577,15 @@ def restore_newest(
     The arguments are those of `Checkpointer.restore`, and so are the errors.
     """
     options = {"order": order, "ignored": ignored}
-    newest = checkpoints.latest_step()
-    newest = tier.common(-1 if newest is None else newest)
+    newest = tier.common(-1 if (last := checkpoints.latest_step()) is None else last)
     if step is None and (found := tier.restore(wanted, newer_than=newest, **options)):
         return found
     try:
         restored = checkpoints.restore(wanted, step, **options)
-    except (ValueError, RuntimeError):
+    except (ValueError, RuntimeError) as error:
         # None is good, perhaps: then an older local one is better than an end.
-        if step is None and (found := tier.restore(wanted, **options)):
+        lost = step is None and not transient.is_transient(error)  # else it is read later
+        if lost and (found := tier.restore(wanted, **options)):
             return found
         raise
     if restored is None:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from llmx.checkpoint import checksums
+from llmx.data import transient
 from llmx.model.hidden_states import PROJECTION
 from llmx.pipeline.permutation import EMPTY, IDENTITY, LayerPermutation
 from llmx.sharding import trees
@@ -50,6 +51,10 @@ class Corrupt(Exception):
 
 class Unreadable(Exception):
     """A checkpoint may be good, but this process is not permitted to read it."""
+
+
+class Unanswered(Unreadable):
+    """A checkpoint may be good, but a disk or a store failed while it was read."""
 
 
 class Mismatch(Exception):
@@ -211,7 +216,11 @@ def read(path: Any) -> Document:
         sealed = json.loads(path.read_text())
     except PermissionError as error:
         raise Unreadable(f"its meta cannot be read ({error})") from error
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        if transient.is_transient(error):
+            raise Unanswered(f"its meta cannot be read ({error})") from error
+        raise Corrupt(f"its meta cannot be read ({type(error).__name__}: {error})") from error
+    except (ValueError, RecursionError) as error:
         raise Corrupt(f"its meta cannot be read ({type(error).__name__}: {error})") from error
     return parse(sealed, str(path))
 

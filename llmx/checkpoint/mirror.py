@@ -1,29 +1,39 @@
 """Work directories in object stores: a local folder that a run writes, and its copy in the store.
 
 Stores have neither renames nor appends, on which a work directory relies. So a run writes to a
-local folder as always, and after each checkpoint what is new there is uploaded: first the small
-files, then the checkpoint, of it `directory.MARKER` last. A checkpoint without it is unfinished,
-and is neither read nor copied. At the start the folder is made what the store holds, under the
-lease of the store's directory (`runtime.ownership`).
+local folder as always, and after each checkpoint a thread uploads what is new there: first the
+small files, then the checkpoint, of it `directory.MARKER` last. A checkpoint without it is
+unfinished, and is neither read nor copied.
+
+At the start, under the lease of the store's directory (`runtime.ownership`), folder and store are
+compared by `RECORD`, the launches that wrote them. Where the store has no launch that the folder
+lacks, the folder is at least as new and stays; else it is made what the store holds.
 
 Of several processes each uploads the shards that it has written, and process 0 the rest
 (`places.in_store`); its local folder has the files beside the arrays.
 """
 
 import contextlib
+import json
 import pathlib
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 from llmx.checkpoint import directory
-from llmx.data import remote
+from llmx.data import remote, transient
 from llmx.runtime import exits, ownership
 
 SCHEMES = ("s3", "gs")  # of which tensorstore has conditional writes, for the lease
 FOLDER, READ_FOLDER = "~/.cache/llmx/workdirs", "~/.cache/llmx/workdirs_read"
+RECORD = "launches.json"
+RETRY_SECONDS = 60.0  # until a failed upload is tried again, at the latest
+TELL_SECONDS = 30.0  # between lines that say what is waited for
+# At the end of a run: until the upload is given up, also where no file has arrived for so long.
+FINAL_SECONDS, QUIET_SECONDS = 1800.0, 300.0
 
 Log = Callable[[str], None]
 
@@ -65,15 +75,21 @@ def _beside_arrays(name: str) -> bool:
     return not (name.startswith(directory.CHECKPOINTS) and f"/{directory.STATE}/" in name)
 
 
-def pull(url: str, folder: pathlib.Path, *, arrays: bool = True) -> None:
+def pull(url: str, folder: pathlib.Path, *, arrays: bool = True, without: str = "") -> None:
     """Makes a local folder the work directory that the store holds now. Raises OSError.
 
     Args:
       arrays: whether those of the checkpoints are copied; else their folders are empty.
+      without: the name of a file that is not copied.
     """
-    names = remote.find(url) if remote.kind_of(url) == "folder" else {}
+    names = remote.find(url)
+    if not names:
+        raise FileNotFoundError(f"{url} does not exist, or holds nothing that may be listed")
     wanted, steps = _wanted(names), committed(names)
-    keep = wanted if arrays else lambda name: wanted(name) and _beside_arrays(name)
+
+    def keep(name: str) -> bool:
+        return wanted(name) and name != without and (arrays or _beside_arrays(name))
+
     if not arrays and (folder / directory.CHECKPOINTS).exists():
         shutil.rmtree(folder / directory.CHECKPOINTS)
     for path in (folder / directory.CHECKPOINTS).glob("*/"):
@@ -101,7 +117,8 @@ def reading(workdir: str) -> str:
     try:
         pull(workdir, folder)
     except OSError as error:
-        raise ValueError(f"--workdir={workdir} cannot be copied to {folder}: {error}") from error
+        what = f"--workdir={workdir} cannot be copied to {folder}"
+        raise transient.refusal(what, error, "check its name, and the credentials") from error
     return str(folder)
 
 
@@ -111,51 +128,191 @@ class Mirror:
     Args:
       launch: of several processes, see `places.in_store`; "" = one process.
       rank: of this process. Only the first copies anything but its shards.
+      may_write: raises where the store's directory is not this run's any more.
     """
 
     def __init__(
-        self, url: str, folder: pathlib.Path, *, log: Log, launch: str = "", rank: int = 0
+        self, url: str, folder: pathlib.Path, *, log: Log, launch: str = "", rank: int = 0,
+        may_write: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self._url, self._folder, self._log = url.rstrip("/"), folder, log
         from llmx.checkpoint import places  # imports JAX, which reading needs not
 
         self.named = self._url or str(folder)  # as the user named it, the same in all processes
         self.place, self._several = places.SHARED, bool(launch)
+        self._may_write, self.is_local = may_write, not url
         if launch:
             self.place = places.in_store(
-                self._url, launch, rank, before=self._upload_small,
+                self._url, launch, rank, before=self._upload_small, may_write=may_write,
                 published=lambda step: self._steps.add(str(step)),
             )  # fmt: skip
         if rank:
             self._url = ""
-        self._sent: dict[str, tuple[int, int]] = {}  # sizes and times of what is uploaded
+        self._launches: list[str] = []
+        self._uploaded = True  # whether the local record says that the store has been written
+        self._sent: dict[str, tuple[int, int] | None] = {}  # sizes and times of what is uploaded
         self._steps: set[str] = set()  # checkpoints that the store holds
-        self._failed = False
+        self._parts: dict[str, set[str]] = {}  # of others: the files that it holds
+        self._step = ""  # the checkpoint that is uploaded now
+        self._error: BaseException | None = None  # why the last upload failed
+        self._changed, self._small_files = threading.Condition(), threading.Lock()
+        self._asked = self._done = 0  # uploads
+        self._since = self._arrived = 0.0  # when this one began, and when a file last arrived
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------------------------ the beginning
 
     def pull(self) -> None:
-        """Begins with what the store holds. Raises ValueError where it cannot be read."""
+        """Begins with the newer of folder and store. Raises ValueError where that is not known."""
         if not self._url:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder.mkdir(parents=True)
             return
         try:
-            pull(self._url, self._folder, arrays=not self._several)
+            self._pull()
         except OSError as error:
-            raise ValueError(
-                f"workdir={self._url} cannot be copied to {self._folder}: {error}: check its name, "
-                "the credentials and the space on that disk"
-            ) from error
-        self._sent = {name: self._state(name) for name in self._small()}
-        self._steps = self._complete()
+            raise transient.refusal(
+                f"workdir={self._url} cannot be copied to {self._folder}", error,
+                "check its name, the credentials and the space on that disk",
+            ) from error  # fmt: skip
+
+    def _pull(self) -> None:
+        names = self._listed()
+        theirs, mine = self._record_there(names), _read_record(self._folder / RECORD)
+        there, here = committed(names), self._complete()
+        launches, kept = mine.get("launches", []), False
+        if launches and launches[: len(theirs)] == theirs and (theirs or not there):
+            if mine["uploaded"] and not theirs:
+                raise ValueError(
+                    f"{self._url} holds nothing of the run that was uploaded there from "
+                    f"{self._folder}, which has its checkpoints {_listed(here)}: bring it back; or "
+                    "move that folder away to begin a new run"
+                )
+            kept = mine["whole"] and bool(here or not there)
+        if kept:
+            if newer := here - there:
+                self._log(
+                    f"{self._url} lacks the checkpoints {_listed(newer)} of {self._folder}, which "
+                    "are of the same run: they stay, and are uploaded"
+                )
+            self._sent = {name: None for name in filter(_wanted(()), names) if _is_small(name)}
+            self._steps = {*there}
+        if kept and self._several:  # whose arrays are in the store alone
+            self._upload()
+            names, kept = self._listed(), False
+            here, there, theirs = set(), committed(names), launches
+        if kept:
+            self._fetch_newer(here, there)
+        else:
+            launches = theirs
+            self._fetch_all(here - there)
+            self._sent = {name: self._state(name) for name in self._small()}
+        self._steps = there
+        self._write_record([*launches, uuid.uuid4().hex], uploaded=bool(theirs or there))
+        if kept:
+            self._ask()
+
+    def _listed(self) -> dict[str, remote.Status]:
+        """The objects of the store. Raises OSError for a listing that cannot be true."""
+        names = remote.find(self._url)
+        if ownership.FILE not in names:
+            raise transient.Transient(
+                f"the listing of {self._url} lacks {ownership.FILE}, which this run has just "
+                "written: the store does not list what it holds, and nothing is written over it"
+            )
+        return names
+
+    def _record_there(self, names: Any) -> list[str]:
+        """The launches that wrote what the store holds, oldest first."""
+        if RECORD not in names:
+            return []
+        beside = self._folder.with_name(f"{self._folder.name}.record")
+        remote.fetch(self._url, beside, keep=lambda name: name == RECORD)
+        return _read_record(beside / RECORD).get("launches", [])
+
+    def _fetch_newer(self, here: set[str], there: set[str]) -> None:
+        """What the store has after the newest checkpoint of the folder, as where that was damaged,
+        but not what the run went back from."""
+        newest = max(map(int, here), default=-1)
+        folder, label = self._folder / directory.CHECKPOINTS, directory.LABELS["replaced"]
+        missing = {
+            step for step in there
+            if int(step) > newest and not any(folder.glob(f"{step}{label}*"))
+        }  # fmt: skip
+        if missing:
+            lead = tuple(f"{directory.CHECKPOINTS}{step}/" for step in missing)
+            remote.fetch(self._url, self._folder, keep=lambda name: name.startswith(lead))
+
+    def _fetch_all(self, lost: set[str]) -> None:
+        """Makes the folder what the store holds; what only the folder has is kept beside it."""
+        if lost:
+            number = 1
+            while (aside := self._folder.with_name(f"{self._folder.name}.aside-{number}")).exists():
+                number += 1
+            self._folder.rename(aside)
+            self._log(
+                f"{self._folder} had the checkpoints {_listed(lost)}, of another run or of one "
+                f"that went on elsewhere since: {self._url} counts, and they are kept in {aside}"
+            )
+        # Written last, so that a copy that is cut off is not believed.
+        (self._folder / RECORD).unlink(missing_ok=True)
+        pull(self._url, self._folder, arrays=not self._several, without=RECORD)
+
+    def _write_record(self, launches: list[str], *, uploaded: bool) -> None:
+        self._launches, self._uploaded = launches, uploaded
+        record = {"launches": launches, "uploaded": uploaded, "whole": not self._several}
+        partial = self._folder / f"{RECORD}.tmp"
+        partial.write_text(json.dumps(record))
+        partial.replace(self._folder / RECORD)
+
+    # ------------------------------------------------------------------------------ while it runs
 
     def pushing(self, first: Callable[[int], None]) -> Callable[[int], None]:
-        """What is called after each complete checkpoint, with its step: `first`, and an upload."""
+        """What is called after each complete checkpoint, with its step: `first`, and an upload,
+        which is not waited for."""
 
         def saved(step: int) -> None:
             first(step)
-            self.push()
+            if self._asked > self._done and time.time() - self._since > TELL_SECONDS:
+                self._log(f"{self._waiting()}: training goes on, and saves in {self._folder}")
+            self._ask()
 
         return saved
+
+    def uses(self, step: int) -> bool:
+        """Whether a checkpoint is uploaded now, and must not be deleted."""
+        return self._step == str(step)
+
+    def _ask(self) -> None:
+        """Has all that is new uploaded, in a thread."""
+        if not self._url:
+            return
+        with self._changed:
+            if self._asked == self._done:
+                self._since = self._arrived = time.time()
+            self._asked += 1
+            self._changed.notify_all()
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="llmx-upload", daemon=True)
+            self._thread.start()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                wait = RETRY_SECONDS if self._error is not None else None
+                self._changed.wait_for(lambda: self._asked > self._done, wait)
+                asked, self._since = self._asked, time.time()
+            self.push()
+            with self._changed:
+                self._done = asked
+                self._changed.notify_all()
+
+    def _waiting(self) -> str:
+        """What is waited for, and since when."""
+        what = f"checkpoint {self._step}" if self._step else "the small files"
+        since = time.strftime("%H:%M:%S", time.localtime(self._since))
+        seconds = time.time() - self._since
+        return f"{self._url} has not taken {what} yet, since {since} ({seconds:.0f} s)"
 
     def push(self) -> None:
         """Uploads what is new, if there is a URL. A failure is logged, and tried again later."""
@@ -163,50 +320,111 @@ class Mirror:
             return
         for attempt in range(1, remote.ATTEMPTS + 1):
             try:
+                self._may_write()
                 self._upload()
-                if self._failed:
+                if self._error is not None:
                     self._log(f"{self._url} can be written again")
-                self._failed = False
+                self._error = None
+                return
+            except ownership.Lost:  # which ends the run
                 return
             except (OSError, ValueError) as error:  # ValueError: of the local folder
-                if attempt == remote.ATTEMPTS:
-                    self._failed = True
+                if attempt < remote.ATTEMPTS:
+                    time.sleep(remote.PAUSE_SECONDS)
+                    continue
+                if self._error is None:
                     cause = " ".join(str(error).split())[:300]
                     self._log(
-                        f"warning: {self._url} is not up to date ({cause}): it is tried again "
-                        f"after the next checkpoint; all is in {self._folder}"
+                        f"warning: {self._url} is not up to date ({cause}): it is tried again; "
+                        f"training goes on, and all is in {self._folder}"
                     )
-                else:
-                    time.sleep(remote.PAUSE_SECONDS)
+                self._error = error
+            finally:
+                self._step = ""
 
-    def end(self, code: int) -> int:
-        """Uploads the rest; the exit code: `code`, or `exits.UNSAVED` where that failed."""
-        self.push()
-        if self._url and not self._failed:
+    def end(self, code: int, seconds: float | None = None) -> int:
+        """Uploads the rest, and waits for it: at most `seconds`, by default `FINAL_SECONDS`.
+
+        Returns the exit code: `code`; where the copy did not arrive `exits.AGAIN`, or
+        `exits.UNSAVED` if the store refuses it. The folder stays, and another start on this machine
+        uploads it.
+        """
+        if not self._url:
+            return code
+        self._ask()
+        begun = told = time.time()
+        limit = begun + (FINAL_SECONDS if seconds is None else seconds)
+        with self._changed:
+            while self._done < self._asked and (now := time.time()) < limit:
+                if now - max(self._arrived, begun) > QUIET_SECONDS:
+                    break
+                if now - told > TELL_SECONDS:
+                    told = now
+                    self._log(f"{self._waiting()}: waiting for it")
+                self._changed.wait(0.5)
+            arrived = self._done == self._asked
+        if arrived and self._error is None:
             self._log(f"uploaded to {self._url}")
-        return exits.UNSAVED if self._failed else code
+            return code
+        late = "" if arrived else f" ({self._waiting()})"
+        self._log(
+            f"{self._url} lacks what came last{late}: all is in {self._folder}, and the same "
+            "command on this machine uploads it"
+        )
+        if arrived and not transient.is_transient(self._error):
+            return exits.UNSAVED
+        return exits.AGAIN if code == exits.DONE else code
+
+    # ---------------------------------------------------------------------------------- one upload
 
     def _upload_small(self) -> None:
-        for name in self._small():
+        with self._small_files:  # of several processes a save uploads them, too
+            self._upload_small_alone()
+
+    def _upload_small_alone(self) -> None:
+        # The record first: what is beside it is then known to be of these launches.
+        for name in sorted(self._small(), key=lambda name: name != RECORD):
             with contextlib.suppress(FileNotFoundError):  # replaced or removed meanwhile
                 state = self._state(name)
                 if self._sent.get(name) != state:
                     remote.upload(self._folder / name, f"{self._url}/{name}")
-                    self._sent[name] = state
+                    self._sent[name], self._arrived = state, time.time()
         for name in self._sent.keys() - {*self._small()}:
             remote.remove(f"{self._url}/{name}")
             del self._sent[name]
+        if not self._uploaded:
+            self._write_record(self._launches, uploaded=True)  # which the store need not know
+            self._sent[RECORD] = self._state(RECORD)
 
     def _upload(self) -> None:
         self._upload_small()
-        complete = self._complete()
-        for step in sorted(complete - self._steps, key=int):
+        # The newest first: from a slow store that one is wanted.
+        while missing := self._complete() - self._steps:
+            self._step = step = max(missing, key=int)
             name = f"{directory.CHECKPOINTS}{step}"
-            remote.upload_folder(self._folder / name, f"{self._url}/{name}", last=directory.MARKER)
-            self._steps.add(step)
+            parts = self._parts.setdefault(step, set())
+            try:
+                remote.upload_folder(
+                    self._folder / name, f"{self._url}/{name}", last=directory.MARKER,
+                    before=parts, sent=lambda part, parts=parts: self._got(part, parts),
+                )  # fmt: skip
+                self._steps.add(step)
+            except FileNotFoundError:
+                if step in self._complete():
+                    raise
+                _remove_checkpoint(f"{self._url}/{name}")  # it was deleted here meanwhile
+            del self._parts[step]
+            self._step = ""
+            self._upload_small()  # before the next one, which it is to be as new as
+        # Where the folder has vanished, the store is what is left.
+        complete = self._complete() or self._steps
         for step in self._steps - complete:
             _remove_checkpoint(f"{self._url}/{directory.CHECKPOINTS}{step}")
             self._steps.remove(step)
+
+    def _got(self, part: str, parts: set[str]) -> None:
+        parts.add(part)
+        self._arrived = time.time()
 
     def _complete(self) -> set[str]:
         return {str(step) for step in directory.steps(self._folder / "checkpoints")}
@@ -223,6 +441,25 @@ class Mirror:
     def _state(self, name: str) -> tuple[int, int]:
         status = (self._folder / name).stat()
         return status.st_size, status.st_mtime_ns
+
+
+def _is_small(name: str) -> bool:
+    return not name.startswith(directory.CHECKPOINTS)
+
+
+def _listed(steps: set[str]) -> str:
+    return ", ".join(sorted(steps, key=int)) or "none"
+
+
+def _read_record(path: pathlib.Path) -> dict[str, Any]:
+    """A `RECORD`: the launches that wrote what is beside it, whether any of it was uploaded, and
+    whether its checkpoints have their arrays. {} where there is none, or none that can be read."""
+    try:
+        found = json.loads(path.read_bytes())
+        known = all(isinstance(launch, str) for launch in found["launches"])
+        return found if known and {"uploaded", "whole"} <= found.keys() else {}
+    except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+        return {}
 
 
 def _remove_checkpoint(url: str) -> None:
@@ -243,7 +480,9 @@ def begin(workdir: str, job: Any, *, log: Log) -> tuple[str, Mirror]:
     launch = job.peers.broadcast("launch", uuid.uuid4().hex) if job.peers.many else ""
     if rank:  # its host may be that of others
         folder = folder.with_name(f"{folder.name}-{rank}")
-    mirror = Mirror(workdir, folder, log=log, launch=launch, rank=rank)
-    mirror.pull()
+    mirror = Mirror(
+        workdir, folder, log=log, launch=launch, rank=rank, may_write=job.may_write
+    )  # fmt: skip
     log(f"work: {workdir} is written in {folder} and uploaded after each checkpoint")
+    mirror.pull()
     return str(folder), mirror

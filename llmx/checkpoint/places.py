@@ -24,8 +24,8 @@ import jax
 import numpy as np
 
 from llmx.checkpoint import checksums, directory, manifest, reshard, restore, writer
-from llmx.checkpoint.manifest import Corrupt, Document, Unreadable
-from llmx.data import remote
+from llmx.checkpoint.manifest import Corrupt, Document, Unanswered, Unreadable
+from llmx.data import remote, transient
 from llmx.runtime import ownership
 
 _METADATAS = "array_metadatas"  # Orbax's, with a file of each process
@@ -39,7 +39,6 @@ _OF_FILES = ("NOT_FOUND", "DATA_LOSS", "INVALID_ARGUMENT", "FAILED_PRECONDITION"
 class Place(NamedTuple):
     """What a save does beside Orbax's writing into `path`, the unfinished checkpoint's folder."""
 
-    prepare: Callable[[int], None]  # (step) on process 0, before anything is written
     begin: Callable[[Any], None]  # (path) on the others, before they write
     # (path, step, number) on each, when its shards are written: a name for process 0
     written: Callable[[Any, int, int], str]
@@ -51,7 +50,6 @@ class Place(NamedTuple):
 
 
 SHARED = Place(
-    prepare=lambda step: None,
     begin=lambda path: None,
     written=lambda path, step, number: "",
     finish=lambda path, step, handler, sealed, names: writer.complete(path, sealed, handler),
@@ -74,13 +72,14 @@ def attempted(action: Callable[[], None]) -> None:
 
 def in_store(
     url: str, launch: str, rank: int, *, before: Callable[[], None],
-    published: Callable[[int], None],
+    may_write: Callable[[], None], published: Callable[[int], None],
 ) -> Place:  # fmt: skip
     """Of the checkpoints in the work directory `url`.
 
     Args:
       launch: letters and digits, the same in all processes and another in each launch.
       before: called on process 0 before a checkpoint is made complete.
+      may_write: raises on process 0 where the store's directory is not this run's any more.
       published: called on process 0 with the step of a checkpoint that is complete there.
     """
     root = f"{url}/{directory.CHECKPOINTS}"
@@ -97,6 +96,8 @@ def in_store(
         return name
 
     def finish(path: Any, step: int, handler: Any, sealed: dict, names: Sequence[str]) -> None:
+        may_write()
+        attempted(lambda: _remove_unfinished(root, step, names))
         before()
         _merge(f"{root}{step}/{directory.STATE}/", [name for name in names if name], sealed)
         writer.complete(path, sealed)
@@ -106,25 +107,30 @@ def in_store(
                 attempted(lambda file=file, name=name: remote.upload(file, f"{root}{step}/{name}"))
 
     def publish(step: int) -> None:
+        may_write()
         text = f"Checkpoint commit was successful to {root}{step}".encode()
         attempted(lambda: remote.write_bytes(f"{root}{step}/{directory.MARKER}", text))
         published(step)
 
     return Place(
-        lambda step: attempted(lambda: _remove_unfinished(root, step)), _make_anew, written, finish,
-        publish, _drop_arrays if rank == 0 else directory.remove, _reader(root),
+        _make_anew, written, finish, publish,
+        _drop_arrays if rank == 0 else directory.remove, _reader(root),
     )  # fmt: skip
 
 
-def _remove_unfinished(root: str, step: int) -> None:
-    """Removes checkpoint `step`, and what saves that were cut off have left."""
+def _remove_unfinished(root: str, step: int, names: Sequence[str]) -> None:
+    """Removes what checkpoint `step` was before, and what saves that were cut off have left; not
+    the `names` that its processes have just written."""
+    state = f"{step}/{directory.STATE}"
+    own = (f"{state}/{_METADATAS}/", *(f"{state}/{name}/" for name in names if name))
     with contextlib.suppress(FileNotFoundError):
-        names = list(remote.find(root))
-        complete = {name.split("/")[0] for name in names if name.endswith(f"/{directory.MARKER}")}
+        found = list(remote.find(root))
+        complete = {name.split("/")[0] for name in found if name.endswith(f"/{directory.MARKER}")}
         complete.discard(str(step))
-        names.sort(key=lambda name: not name.endswith(directory.MARKER))  # that one first
-        for name in names:
-            if "/" in name and name.split("/")[0] not in complete:
+        found.sort(key=lambda name: not name.endswith(directory.MARKER))  # that one first
+        for name in found:
+            unfinished = "/" in name and name.split("/")[0] not in complete
+            if unfinished and not name.startswith(own):
                 remote.remove(f"{root}{name}")
 
 
@@ -186,7 +192,8 @@ def _reader(root: str) -> restore.Reader:
         except (FileNotFoundError, ValueError) as error:
             raise Corrupt(f"its meta cannot be read ({type(error).__name__}: {error})") from error
         except OSError as error:
-            raise Unreadable(f"its meta cannot be read ({error})") from error
+            kind = Unanswered if transient.is_transient(error) else Unreadable
+            raise kind(f"its meta cannot be read ({error})") from error
 
     def read(path: Any, wanted: Mapping[str, Any], names: Mapping[str, str]) -> dict:
         # `path` is that of the local folder, which has no arrays.
@@ -207,7 +214,7 @@ def _read(
     except Exception as error:  # TensorStore raises several types
         problem = restore.unread(error)
         if isinstance(problem, Corrupt) and not any(code in str(error) for code in _OF_FILES):
-            problem = Unreadable(str(problem))
+            problem = Unanswered(str(problem))
         raise problem from error
 
 

@@ -1,5 +1,6 @@
 """Restores the newest good checkpoint: the same one in all processes, on any mesh."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -7,7 +8,8 @@ import jax
 import numpy as np
 
 from llmx.checkpoint import checksums, directory, manifest, quiet, reshard
-from llmx.checkpoint.manifest import Corrupt, Document, Mismatch, Unreadable
+from llmx.checkpoint.manifest import Corrupt, Document, Mismatch, Unanswered, Unreadable
+from llmx.data import transient
 from llmx.pipeline.permutation import LayerPermutation
 from llmx.sharding import trees
 
@@ -24,7 +26,11 @@ class OutOfMemory(Exception):
 
 # Verdicts of one process about one checkpoint; the worst of all processes counts.
 Verdict = type[Exception] | None
-VERDICTS = (None, Corrupt, Mismatch, OutOfMemory, Unreadable)
+VERDICTS = (None, Corrupt, Mismatch, OutOfMemory, Unreadable, Unanswered)
+
+
+# What tensorstore says where a disk or a store fails.
+_FAILED = re.compile(r"UNAVAILABLE|DEADLINE_EXCEEDED|Input/output error|Stale file handle|\bEIO\b")
 
 
 class Reader(NamedTuple):
@@ -98,6 +104,9 @@ def newest(
         if verdict is Unreadable:
             remedy = "permit this user to read it, and run again; nothing was changed"
             raise ValueError(f"checkpoint {candidate} in {root}: {reason}; {remedy}")
+        if verdict is Unanswered:
+            problem = f"checkpoint {candidate} in {root}: {reason}; nothing was changed, run again"
+            raise ValueError(problem) from transient.Transient(reason)
         log(f"checkpoint {candidate} is corrupt: {reason}")
         bad[candidate] = reason
     if not bad:
@@ -147,6 +156,8 @@ def unread(error: Exception) -> OutOfMemory | Unreadable | Corrupt:
         return OutOfMemory(text)
     if isinstance(error, PermissionError) or "PERMISSION_DENIED" in text:
         return Unreadable(f"its arrays cannot be read ({text})")
+    if transient.is_transient(error) or _FAILED.search(text):
+        return Unanswered(f"its arrays cannot be read ({text})")
     return Corrupt(f"its arrays cannot be read ({text})")
 
 

@@ -30,8 +30,9 @@ from llmx.checkpoint import (
 from llmx.checkpoint import reshard as stored_layers
 from llmx.checkpoint.checkpointer import Checkpointer, Restored
 from llmx.checkpoint.local_tier import LocalTier
-from llmx.checkpoint.manifest import Corrupt, Document, Mismatch, Unreadable
+from llmx.checkpoint.manifest import Corrupt, Document, Mismatch, Unanswered, Unreadable
 from llmx.contract import State
+from llmx.data import transient
 from llmx.model import precision, preference
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.chosen_layers import of_layers
@@ -269,7 +270,8 @@ def _same_place_of_rows(config: Any, recipe: Recipe, saved: Document):
         try:
             host_files.check(_host_rows_of(config.workdir, saved.step))
         except (ValueError, OSError) as error:
-            raise Corrupt(f"its rows of tables cannot be read ({error})") from error
+            kind = Unanswered if transient.is_transient(error) else Corrupt
+            raise kind(f"its rows of tables cannot be read ({error})") from error
 
 
 def _with_resumed_extra(recipe: Recipe, state: State) -> State:

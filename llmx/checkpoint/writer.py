@@ -168,6 +168,7 @@ class Save:
         on_end: Callable[["Save"], None], place: Any,
     ) -> None:  # fmt: skip
         self.step, self.number = step, number
+        self.since = time.strftime("%H:%M:%S")
         self.verdict: Verdict | None = None
         self._document, self._root, self._board = document, root, board
         self._may_commit, self._on_end, self._place = may_commit, on_end, place
@@ -190,6 +191,10 @@ class Save:
                 self._error = error
         self._thread = threading.Thread(target=self._run, args=(verdict,), name="llmx-save")
         self._thread.start()
+
+    def ends_within(self, seconds: float) -> bool:
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def join(self) -> Verdict:
         """Waits for the verdict and until what a failed save left behind is removed."""

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import math
-import pathlib
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -31,7 +30,7 @@ from llmx.config import (
     value_types,
 )  # fmt: skip
 from llmx.config.axes import layout_of, replica_axes
-from llmx.data import choices, objects, remote, shards, sources, tokenizers
+from llmx.data import choices, objects, remote, shards, sources, tokenizers, transient
 from llmx.data import config as data_config
 from llmx.model import families, losses, precision, preference, quantized, remat, remat_costs
 from llmx.model.adapters import AdaptersConfig
@@ -227,7 +226,7 @@ def _data(config: Config) -> list[str]:
     try:
         num_tokens = _vocab_size(config.data)
     except ValueError as error:
-        return [f"data: {error}"]
+        return [transient.stated("data", error)]
     if config.data.format == data_config.RECORDS or config.model.recommender.name:
         found += table_checks.filled_in(config)
     if not config.model.vocab_size:
@@ -251,7 +250,7 @@ def _vocab_size(data: data_config.DataConfig) -> int:
     if data.sources[0].startswith(objects.PREFIX):
         return objects.tokenizer_of(data.sources[0]).vocab_size
     if data.tokenizer == "auto" and written:
-        return shards.read_index(pathlib.Path(written[0]))["vocab_size"]
+        return shards.read_index(written[0])["vocab_size"]
     return tokenizers.load("bytes" if data.tokenizer == "auto" else data.tokenizer).vocab_size
 
 

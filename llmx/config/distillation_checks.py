@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from llmx import sharding
 from llmx.config import Config, preference_checks, starting
+from llmx.data import transient
 from llmx.model import attention_relations, families, hidden_states
 from llmx.model.families import ModelConfig
 from llmx.runtime import bounds
@@ -118,7 +119,7 @@ def _teacher(config: Config) -> Iterator[str]:
     try:
         teacher = starting.teacher_of(config)
     except ValueError as error:
-        yield f"distillation.teacher={place!r}: {error}"
+        yield transient.stated(f"distillation.teacher={place!r}", error)
         return
     yield from fits(teacher, config)
 

@@ -9,7 +9,7 @@ import pathlib
 from llmx import config as config_lib
 from llmx.checkpoint import identity
 from llmx.config import Config
-from llmx.data import remote, sources, tokenizers
+from llmx.data import remote, sources, tokenizers, transient
 from llmx.model import chosen_layers
 from llmx.model.families import ModelConfig
 from llmx.tables import exports
@@ -35,7 +35,9 @@ def _begun(config: Config) -> str:
     try:
         found = copies.find("workdir=", config.workdir)
         return found.small() if found.steps else ""
-    except (ValueError, OSError):
+    except (ValueError, OSError) as error:
+        if transient.is_transient(error):
+            raise
         return ""
 
 
@@ -49,6 +51,8 @@ def place_problem(option: str, place: str) -> str:
         try:
             return copies.find(f"{option}=", place).problem()
         except ValueError as error:
+            if transient.is_transient(error):
+                raise
             return str(error)
     folder, step = identity.origin(place)
     if hf_reader.is_checkpoint(folder) and step is not None:

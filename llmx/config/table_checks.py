@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from llmx import sharding
 from llmx.config import Config, get_value, preference_checks
 from llmx.data import config as data_config
-from llmx.data import remote
+from llmx.data import remote, transient
 from llmx.data.records import dataset as records
 from llmx.data.records import generated
 from llmx.model import looked_up
@@ -37,6 +37,8 @@ def filled_in(config: Config) -> list[str]:
     try:
         schema = records.schema_of(config.data)
     except (ValueError, OSError) as error:
+        if transient.is_transient(error):
+            raise
         return [f"data: {error}"]
     features = features_of(config)
     lengths = [each.length if each.combine == "none" else 0 for each in features]

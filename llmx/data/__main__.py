@@ -13,9 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from llmx.data import build, config, dataset, preview, publish, remote, teacher_files, tokenizers
+from llmx.data import (
+    build,
+    config,
+    dataset,
+    preview,
+    publish,
+    remote,
+    teacher_files,
+    tokenizers,
+    transient,
+)
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
+from llmx.runtime import exits
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -354,7 +365,7 @@ def _print_index(folder: str, index: dict) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command; returns its exit status: 0 done, 2 if the input is wrong."""
+    """Runs the command; returns its exit status: 0 done, 2 wrong input, 75 if a disk failed."""
     arguments = make_parser().parse_args(argv)
     try:
         if arguments.verify:
@@ -376,7 +387,7 @@ def main(argv: list[str] | None = None) -> int:
     # RuntimeError: no checkpoint of the teacher is good.
     except (ValueError, OSError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return exits.AGAIN if transient.is_transient(error) else exits.REFUSED
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130

@@ -7,7 +7,7 @@ a magic word before them and a footer behind them, which is not needed here.
 from collections.abc import Iterator
 from typing import Any
 
-from llmx.data import opening, remote
+from llmx.data import opening, remote, transient
 
 _MAGIC = b"ARROW1"
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # ends a stream
@@ -58,6 +58,8 @@ def values(path: str, start: int, text_key: str) -> Iterator[memoryview | None]:
                         yield _buffer(value)
                 row += batch.num_rows
     except (pyarrow.ArrowException, OSError, EOFError, OverflowError, MemoryError) as error:
+        if transient.is_of_access(error):
+            raise
         raise ValueError(
             f"{path}: not readable as Arrow ({error}): the file is damaged or cut off; write it "
             "again"

@@ -21,7 +21,7 @@ import numpy as np
 
 from llmx.data import chat as chat_lib
 from llmx.data import documents as documents_lib
-from llmx.data import json_files, opening, tokenizer_files, tokenizers
+from llmx.data import json_files, opening, remote, tokenizer_files, tokenizers, transient
 from llmx.data import pairs as pairs_lib
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
@@ -321,14 +321,14 @@ def _finish(
             f"{names} hold no document with text (left out: {dict(skipped) or 'nothing'}): name "
             "sources with text"
         )
-    for file in recipe.files:
-        try:
-            status = opening.status(file.path)
-        except OSError as error:
-            raise ValueError(f"{file.path} went away while it was read: run again") from error
-        now = status.num_bytes, status.mtime_ns, status.ctime_ns
-        if now != (file.num_bytes, file.mtime_ns, file.ctime_ns):
-            raise ValueError(f"{file.path} changed while it was read: run again")
+    if changed := [file for file in recipe.files if _has_changed(file)]:
+        # Other times alone are no change where every byte was hashed.
+        hashed = recipe.content.startswith(sources_lib.WHOLE) and not any(
+            remote.is_url(file.path) for file in changed
+        )
+        if not hashed or sources_lib.content_hash(recipe.files) != recipe.content:
+            cause = transient.Transient(f"{changed[0].path} changed")
+            raise ValueError(f"{changed[0].path} changed while it was read: run again") from cause
     tokenizer_file = (folder / tokenizers.FILE_NAME).read_bytes()
     beside = {name: hashlib.sha256(raw).hexdigest() for name, raw in tokenizer.files.items()}
     index = shards_lib.seal({
@@ -349,6 +349,16 @@ def _finish(
     shards_lib.write_json(folder / shards_lib.INDEX, index)
     (folder / shards_lib.PROGRESS).unlink()
     return index
+
+
+def _has_changed(file: sources_lib.InputFile) -> bool:
+    try:
+        status = opening.status(file.path)
+    except OSError as error:
+        cause = transient.Transient(str(error))  # another start says whether it is gone for good
+        raise ValueError(f"{file.path} went away while it was read: run again") from cause
+    now = status.num_bytes, status.mtime_ns, status.ctime_ns
+    return now != (file.num_bytes, file.mtime_ns, file.ctime_ns)
 
 
 @contextlib.contextmanager
@@ -462,9 +472,12 @@ def _build_alone(
         work.mkdir()
     try:
         write(work)
-    except ValueError:
-        clear(work)  # the same input fails the same way; nothing to continue
-        work.rmdir()
+    except ValueError as error:
+        # The same input fails the same way, so there is nothing to continue; but not the same disk
+        # or store.
+        if not transient.is_of_access(error):
+            clear(work)
+            work.rmdir()
         raise
     try:
         os.rename(work, final)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from llmx.data import build, objects, packing, pairs, remote, teacher_files, tokenizers
+from llmx.data import build, objects, packing, pairs, remote, teacher_files, tokenizers, transient
 from llmx.data import config as config_lib
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
@@ -342,9 +342,8 @@ def _local_shards(folder: str, cache_dir: pathlib.Path) -> str | pathlib.Path:
     try:
         remote.fetch(folder, target)
     except OSError as error:
-        raise ValueError(
-            f"{folder} cannot be copied to {target} ({error}): check the credentials and the space"
-        ) from error
+        what = f"{folder} cannot be copied to {target}"
+        raise transient.refusal(what, error, "check the credentials and the space") from error
     return target
 
 

@@ -14,7 +14,7 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-from llmx.data import array_records, arrow_files, json_files, opening, parquet_pages
+from llmx.data import array_records, arrow_files, json_files, opening, parquet_pages, transient
 from llmx.data.sources import InputFile
 
 MAX_PIECE_BYTES = 1 << 20
@@ -118,10 +118,8 @@ def read_documents(
             else:
                 yield from _text_documents(file.path, begin, skips)
         except OSError as error:
-            raise ValueError(
-                f"{file.path}: cannot be read ({error.strerror or error}): check that it exists "
-                "and that this user may read it"
-            ) from error
+            remedy = "check that it exists and that this user may read it"
+            raise transient.refusal(f"{file.path}: cannot be read", error, remedy) from error
 
 
 def _check_utf8(path: str, raw: bytes, offset: int, line: int, what: str) -> bytes:
@@ -346,6 +344,8 @@ def _parquet_documents(
                 if text:
                     yield Document(text, Position(start.file, row, row))
     except (pyarrow.ArrowException, OSError, UnicodeDecodeError, OverflowError) as error:
+        if transient.is_of_access(error):
+            raise
         raise ValueError(
             f"{path}: not readable as Parquet ({error}): the file is damaged or cut off; write it "
             "again"

@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from llmx.data import remote
+from llmx.data import remote, transient
 
 MAX_BYTES = 64 << 20
 MAX_VALUES = 2_000_000  # lists, objects and what they hold; about 200 bytes each
@@ -49,7 +49,7 @@ def read_bytes(path: str | os.PathLike, *, remedy: str, max_bytes: int = MAX_BYT
             with open(path, "rb") as file:
                 raw = file.read(max_bytes + 1)
     except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror or error}): {remedy}") from error
+        raise transient.refusal(f"{path}: cannot be read", error, remedy) from error
     if len(raw) > max_bytes:
         raise ValueError(f"{path} has more than {max_bytes:,} bytes, the most read: {remedy}")
     return raw

@@ -10,7 +10,7 @@ import os
 import zlib
 from typing import Any, BinaryIO
 
-from llmx.data import remote
+from llmx.data import remote, transient
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _READ_BYTES = 16 << 10  # decompressed at once: what is lost of the text before damage
@@ -88,7 +88,7 @@ class _Decompressed(io.RawIOBase):
                 self._stream = _decompressor(self._file, self._compression)
             raw = self._stream.read(min(len(buffer), _READ_BYTES))
         except (OSError, EOFError, zlib.error, pyarrow.ArrowException) as error:
-            if isinstance(error, OSError) and error.errno is not None:
+            if transient.is_of_access(error):
                 raise
             raise ValueError(
                 f"{self._path}: the {self._compression} data is damaged or cut off ({error}) "

@@ -10,16 +10,21 @@ import dataclasses
 import errno
 import hashlib
 import importlib.util
+import io
 import json
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, BinaryIO
 
-ATTEMPTS, PAUSE_SECONDS = 3, 2.0  # of an upload
+from llmx.data import transient
+
+ATTEMPTS, PAUSE_SECONDS = 3, 2.0  # of an upload, and of a copy that is not what the store says
 _BLOCK_BYTES = 4 << 20  # that are read of an object at a time
+_BUFFER_BYTES = 1 << 16
 
 # Scheme: (module that fsspec needs, what brings it, as the extras of this package have it).
 _NEEDS = {
@@ -88,6 +93,7 @@ class Status:
 
     num_bytes: int
     version: int
+    md5: str = ""  # of the content, where the store states it
 
 
 def _of(url: str) -> tuple[Any, str]:
@@ -112,7 +118,8 @@ def _as_os_error(url: str) -> Iterator[None]:
         raise type(error)(f"{text} ({url})") from error
     except Exception as error:
         cause = " ".join(str(error).split())[:300] or type(error).__name__
-        raise OSError(f"{cause} ({url})") from error
+        kind = transient.Transient if transient.is_transient(error) else OSError
+        raise kind(f"{cause} ({url})") from error
 
 
 def status(url: str) -> Status:
@@ -134,17 +141,20 @@ def _status(info: Mapping[str, Any]) -> Status:
     stated = stated or [(key, str(info[key])) for key in _TIMES if info.get(key)]
     text = f"{info.get('size')}/{stated}"
     digest = hashlib.blake2b(text.encode(), digest_size=7).digest()
-    return Status(int(info.get("size") or 0), int.from_bytes(digest, "little"))
+    # Of an object that was written in parts the ETag is no MD5, and has a "-".
+    tag = str(info.get("ETag") or "").strip('"')
+    md5 = tag if re.fullmatch(r"[0-9a-f]{32}", tag) else ""
+    return Status(int(info.get("size") or 0), int.from_bytes(digest, "little"), md5)
 
 
 def kind_of(url: str) -> str:
     """What a URL names now: "file", "folder", or "" for nothing. Raises OSError."""
     files, path = _of(url)
-    with _as_os_error(url):
+    # `isfile` and `exists` of fsspec take every error for a no.
+    with _as_os_error(url), contextlib.suppress(FileNotFoundError):
         files.invalidate_cache()
-        if files.isfile(path):
-            return "file"
-        return "folder" if files.isdir(path) else ""
+        return "folder" if files.info(path)["type"] == "directory" else "file"
+    return ""
 
 
 def has_magic(url: str) -> bool:
@@ -187,13 +197,47 @@ def find(url: str) -> dict[str, Status]:
 def open_file(url: str, *, random: bool) -> BinaryIO:
     """An object for reading, in blocks. `random`: keeps several blocks, of different places.
 
-    Raises OSError.
+    Raises OSError, and so does reading from it.
     """
     files, path = _of(url)
     with _as_os_error(url):
-        return files.open(
+        file = files.open(
             path, "rb", block_size=_BLOCK_BYTES, cache_type="blockcache" if random else "readahead"
         )
+    return io.BufferedReader(_Object(file, url), _BUFFER_BYTES)
+
+
+class _Object(io.RawIOBase):
+    """An object that is read. One that a store cuts off is an error, and no shorter object."""
+
+    def __init__(self, file: Any, url: str):
+        self._file, self._url = file, url
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        with _as_os_error(self._url):
+            raw = self._file.read(len(buffer))
+        at, size = self._file.tell(), self._file.size
+        if not raw and len(buffer) and size is not None and at < size:
+            raise transient.Transient(f"the store gave {at:,} of {size:,} bytes ({self._url})")
+        buffer[: len(raw)] = raw
+        return len(raw)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
 
 
 def read_bytes(url: str, *, most: int) -> bytes:
@@ -223,11 +267,19 @@ def upload(file: str | os.PathLike, url: str) -> None:
         files.put_file(os.fspath(file), path)
 
 
-def upload_folder(folder: pathlib.Path, url: str, *, last: str = "") -> None:
-    """Uploads all files below a folder, the one named `last` after all others."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in sorted(paths, key=lambda path: path.relative_to(folder).as_posix() == last):
-        upload(path, f"{url.rstrip('/')}/{path.relative_to(folder).as_posix()}")
+def upload_folder(
+    folder: pathlib.Path, url: str, *, last: str = "", sent: Callable[[str], None] | None = None,
+    before: Collection[str] = (),
+) -> None:  # fmt: skip
+    """Uploads all files below a folder, the one named `last` after all others.
+
+    sent: called with the name of each file that is there. before: names that are there already.
+    """
+    names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+    for name in sorted({*names} - {*before}, key=lambda name: (name == last, name)):
+        upload(folder / name, f"{url.rstrip('/')}/{name}")
+        if sent is not None:
+            sent(name)
 
 
 def local_place(url: str, folder: str | os.PathLike) -> pathlib.Path:
@@ -282,12 +334,48 @@ def fetch(
             path = target / name
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f".{path.name}.partial")
-            files, source = _of(f"{url.rstrip('/')}/{name}")
-            with _as_os_error(url):
-                files.get_file(source, str(partial))
+            _copy(f"{url.rstrip('/')}/{name}", state, partial)
             os.replace(partial, path)
             known[name] = [state.num_bytes, state.version, *_stamp(path)]
             known_file.write_text(json.dumps(known))
+
+
+def _copy(url: str, state: Status, partial: pathlib.Path) -> None:
+    """Copies an object to a local file, whose size and MD5 are then as the store says it is.
+
+    Raises OSError.
+    """
+    files, source = _of(url)
+    for attempt in range(1, ATTEMPTS + 1):
+        with _as_os_error(url):
+            files.get_file(source, str(partial))
+        size, digest = partial.stat().st_size, ""
+        if size == state.num_bytes:
+            if not state.md5 or scheme_of(url) != "s3":
+                return
+            with open(partial, "rb") as file:
+                digest = hashlib.file_digest(file, _md5).hexdigest()
+            if digest == state.md5 or _is_encrypted(files, url):
+                return
+        if attempt < ATTEMPTS:
+            time.sleep(PAUSE_SECONDS)
+    given = f"{size:,} bytes" if size != state.num_bytes else f"bytes of MD5 {digest}"
+    raise transient.Transient(
+        f"the store gives {given} of an object of {state.num_bytes:,} bytes"
+        f"{f' and MD5 {state.md5}' if state.md5 else ''}, {ATTEMPTS} times ({url})"
+    )
+
+
+def _md5() -> Any:
+    return hashlib.md5(usedforsecurity=False)
+
+
+def _is_encrypted(files: Any, url: str) -> bool:
+    """Whether the ETag of an object of S3 is no MD5 of its content, by the way it is encrypted."""
+    bucket, _, key = url.partition("://")[2].partition("/")
+    with _as_os_error(url):
+        head = files.call_s3("head_object", Bucket=bucket, Key=key)
+    return "SSECustomerAlgorithm" in head or "kms" in head.get("ServerSideEncryption", "")
 
 
 def _require_room(url: str, target: pathlib.Path, num_bytes: int) -> None:

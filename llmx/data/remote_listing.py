@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
-from llmx.data import remote, saved_datasets
+from llmx.data import remote, saved_datasets, transient
 
 SAVED_DATASET = "saved dataset: "  # before what is wrong with one
 
@@ -56,6 +56,8 @@ def _entries(folder: str, inside: set[str]) -> list[tuple[str, str]]:
             (split,) = saved_datasets.split_names(folder)
             return list(walk(f"{folder}/{split}"))
     except ValueError as error:
+        if transient.is_transient(error):
+            raise
         return [(folder, f"{SAVED_DATASET}{error}")]
     files = [
         (f"{folder}/{name}", "file" if name in inside else "missing file of a dataset")

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from llmx.data import json_files, tokenizer_files, tokenizers
+from llmx.data import json_files, remote, tokenizer_files, tokenizers
 
 FORMAT = "llmx-token-shards"
 VERSION = 1
@@ -164,14 +164,15 @@ class Shards:
         return int(self.lengths.sum())
 
 
-def _rebuild(folder: pathlib.Path) -> str:
+def _rebuild(folder: str | pathlib.Path) -> str:
     return f"delete {folder} and make it again"
 
 
-def read_index(folder: pathlib.Path) -> dict:
-    """The checked index of a shard folder."""
-    path = folder / INDEX
-    if not path.exists():
+def read_index(folder: str | pathlib.Path) -> dict:
+    """The checked index of a shard folder, which may be in a store."""
+    stored = remote.is_url(str(folder))
+    path = f"{folder}/{INDEX}" if stored else pathlib.Path(folder) / INDEX
+    if not stored and not path.exists():
         raise ValueError(
             f"{path} does not exist: the folder holds no finished token shards; write them with "
             f"python -m llmx.data --source ... --output {folder}"

@@ -19,13 +19,15 @@ import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 
-from llmx.data import opening, remote, remote_listing, saved_datasets
+from llmx.data import opening, remote, remote_listing, saved_datasets, transient
 
 STDLIB = "stdlib"
 SHARDS_PREFIX = "shards:"
 STDLIB_BYTES = 10_000_000
 # Files up to this sum are hashed whole whenever a source is opened, larger ones by sample.
 HASH_BYTES = 256 << 20
+WHOLE = "whole:"  # before a hash of every byte
+_MAY_READ = "check that it exists and that this user may read it"
 _SAMPLES, _SAMPLE_BYTES = 1024, 64 << 10
 
 _KINDS_TO_COMPRESS = {
@@ -168,7 +170,8 @@ def _url_problems(source: str, *, skip_bad: bool) -> list[str]:
     try:
         return remote.problems("", source) or _list_url(source, skip_bad=skip_bad)[1]
     except OSError as error:
-        return [f"{source!r} cannot be listed ({error}): check its name and the credentials"]
+        remedy = "check its name and the credentials"
+        return [transient.problem(f"{source!r} cannot be listed", error, remedy)]
 
 
 def _list_url(source: str, *, skip_bad: bool) -> tuple[_Found, list[str]]:
@@ -228,7 +231,8 @@ def _remote_shards_problems(source: str, folder: str) -> list[str]:
         if remote.kind_of(f"{folder.rstrip('/')}/index.json") == "file":
             return []
     except OSError as error:
-        return [f"{source!r} cannot be read ({error}): check its name and the credentials"]
+        remedy = "check its name and the credentials"
+        return [transient.problem(f"{source!r} cannot be read", error, remedy)]
     remedy = f"write them with python -m llmx.data --source ... --output {folder}"
     return [f"{source!r} holds no finished token shards (no index.json): {remedy}"]
 
@@ -294,7 +298,9 @@ def _walk(root: str) -> Iterator[tuple[str, str]]:
         try:
             with os.scandir(folder) as entries:
                 ordered = sorted(entries, key=lambda entry: entry.name)
-        except OSError:
+        except OSError as error:
+            if transient.is_transient(error):
+                raise
             yield folder, "folder that cannot be opened"
             continue
         real_folder = os.path.realpath(folder)
@@ -306,7 +312,9 @@ def _walk(root: str) -> Iterator[tuple[str, str]]:
             linked = entry.is_symlink()
             try:
                 mode = entry.stat().st_mode
-            except OSError:
+            except OSError as error:
+                if transient.is_transient(error):
+                    raise
                 yield path, "hidden" if hidden else "broken link"
                 continue
             real = os.path.realpath(path) if linked else os.path.join(real_folder, entry.name)
@@ -335,6 +343,8 @@ def _saved_files(
     try:
         names = saved_datasets.arrow_names(folder)
     except ValueError as error:
+        if transient.is_transient(error):
+            raise
         yield folder, f"{remote_listing.SAVED_DATASET}{error}"
         return
     for name in names:
@@ -361,7 +371,9 @@ def _is_dataset(folder: str) -> bool:
             inside = {name for name in remote.find(folder) if "/" not in name}
             return _suffix(folder) == ".parquet" or saved_datasets.is_saved(inside)
         return _suffix(folder) == ".parquet" or saved_datasets.is_saved(os.listdir(folder))
-    except OSError:
+    except OSError as error:
+        if transient.is_transient(error):
+            raise
         return False
 
 
@@ -445,10 +457,7 @@ def _input_file(name: str) -> InputFile:
     try:
         found = opening.status(name)
     except OSError as error:
-        raise ValueError(
-            f"{name}: cannot be read ({error.strerror or error}): check that it exists and that "
-            "this user may read it"
-        ) from error
+        raise transient.refusal(f"{name}: cannot be read", error, _MAY_READ) from error
     path = name if remote.is_url(name) else os.path.abspath(name)
     return InputFile(path, kind, found.num_bytes, found.mtime_ns, found.ctime_ns)
 
@@ -509,7 +518,7 @@ def content_hash(files: Sequence[InputFile]) -> str:
         for file in files:
             for block in _blocks(file.path, 0, file.num_bytes):
                 digest.update(block)
-        return f"whole:{digest.hexdigest()}"
+        return f"{WHOLE}{digest.hexdigest()}"
     spots = collections.deque(
         i * max(total - _SAMPLE_BYTES, 0) // (_SAMPLES - 1) for i in range(_SAMPLES)
     )
@@ -531,7 +540,4 @@ def _blocks(path: str, offset: int, size: int) -> Iterator[bytes]:
                 size -= len(block)
                 yield block
     except OSError as error:
-        raise ValueError(
-            f"{path}: cannot be read ({error.strerror or error}): check that it exists "
-            "and that this user may read it"
-        ) from error
+        raise transient.refusal(f"{path}: cannot be read", error, _MAY_READ) from error

@@ -74,8 +74,9 @@ class Lease(contextlib.AbstractContextManager):
 
     def poll(self) -> None:
         """Raises Lost if it is known to be lost. Reads the file only if the last renewal is old:
-        cheap enough for every step."""
-        if self._lost is not None or now() - self._renewed > self._record["ttl"] / 2:
+        cheap enough for every step. Never one in a store, which may answer late."""
+        old = is_local(self._workdir) and now() - self._renewed > self._record["ttl"] / 2
+        if self._lost is not None or old:
             self.check()
 
     def check(self) -> None:

@@ -1,12 +1,16 @@
 """The copy of a work directory in a store: what is uploaded when, and what another start finds."""
 
+import errno
 import json
+import shutil
+import threading
+import time
 
 import pytest
 from support import memory_store
 
 from llmx.checkpoint import directory, mirror
-from llmx.data import remote
+from llmx.data import remote, transient
 from llmx.runtime import exits
 
 URL = "memory://bucket/run"
@@ -38,16 +42,23 @@ def checkpoint(folder, step):
     directory.commit(root, step)
 
 
-def started(folder):
-    made = mirror.Mirror(URL, folder, log=lambda line: None)
+def started(folder, log=lambda line: None):
+    """As a launch begins, which has taken the lease."""
+    remote.write_bytes(f"{URL}/owner.json", b"{}")
+    made = mirror.Mirror(URL, folder, log=log)
     made.pull()
     return made
+
+
+def without_record(files):
+    """Of names of files, or their contents by name: those that a run itself has, or wants."""
+    return {name: files[name] for name in files if name not in (mirror.RECORD, "owner.json")}
 
 
 def test_another_machine_finds_what_was_uploaded(tmp_path, store):
     first, second = tmp_path / "a", tmp_path / "b"
     run = started(first)
-    assert held(first) == {}
+    assert without_record(held(first)) == {}
     (first / "metrics.jsonl").write_text("1\n")
     (first / "owner.json").write_text("{}")
     (first / "config.tmp").write_text("half")
@@ -56,9 +67,9 @@ def test_another_machine_finds_what_was_uploaded(tmp_path, store):
     (first / "checkpoints" / "8.orbax-checkpoint-tmp" / "state" / "x").write_text("half")
     run.push()
     wanted = {"metrics.jsonl", "checkpoints/4/state/d/array", f"checkpoints/4/{directory.MARKER}"}
-    assert objects(store).keys() == wanted
+    assert without_record(objects(store)).keys() == wanted
     started(second)
-    assert held(second) == objects(store)
+    assert without_record(held(second)) == without_record(objects(store))
     assert directory.steps(second / "checkpoints") == [4]
 
 
@@ -80,7 +91,7 @@ def test_files_follow_and_old_checkpoints_go(tmp_path, store):
 def test_a_checkpoint_is_there_only_with_its_marker(tmp_path, store, monkeypatch):
     """Wherever the upload is cut off, another start finds the checkpoint whole, or not at all."""
     original = remote.upload
-    for allowed in range(5):
+    for allowed in range(6):
         store.store.clear()
         folder = tmp_path / f"a{allowed}"
         run = started(folder)
@@ -96,7 +107,7 @@ def test_a_checkpoint_is_there_only_with_its_marker(tmp_path, store, monkeypatch
             original(file, url)
 
         monkeypatch.setattr(remote, "upload", upload)
-        if allowed < 3:
+        if allowed < 4:
             with pytest.raises(KeyboardInterrupt):
                 run.push()
         else:
@@ -105,49 +116,215 @@ def test_a_checkpoint_is_there_only_with_its_marker(tmp_path, store, monkeypatch
         other = tmp_path / f"b{allowed}"
         started(other)
         complete = directory.steps(other / "checkpoints")
-        assert complete == ([4] if allowed >= 3 else [])
+        assert complete == ([4] if allowed >= 4 else [])
         if complete:
-            assert held(other) == held(folder)
+            assert without_record(held(other)) == without_record(held(folder))
         else:
-            assert held(other).keys() <= {"metrics.jsonl"}
+            assert without_record(held(other)).keys() <= {"metrics.jsonl"}
 
 
-def test_the_store_counts_not_what_a_machine_has_left(tmp_path, store):
-    run = started(tmp_path / "a")
-    checkpoint(tmp_path / "a", 4)
-    (tmp_path / "a" / "metrics.jsonl").write_text("of step 4")
+def test_newer_local_checkpoints_of_the_run_stay_and_are_uploaded(tmp_path, store):
+    """Those that were complete when the run was killed, and what lies beside them."""
+    folder, lines = tmp_path / "a", []
+    run = started(folder)
+    checkpoint(folder, 4)
+    (folder / "metrics.jsonl").write_text("of step 4")
+    (folder / "going_back").write_text("4")
     run.push()
-    checkpoint(tmp_path / "a", 8)  # was not uploaded when the run was killed
-    (tmp_path / "a" / "metrics.jsonl").write_text("of step 8")
-    again = started(tmp_path / "a")
-    assert directory.steps(tmp_path / "a" / "checkpoints") == [4]
-    assert held(tmp_path / "a") == objects(store)
-    assert objects(store)["metrics.jsonl"] == b"of step 4"
-    (tmp_path / "a" / "metrics.jsonl").write_text("of step 9")
-    again = started(tmp_path / "a")
-    assert held(tmp_path / "a") == objects(store)
-    assert not list((tmp_path / "a" / "checkpoints").glob("8*"))
+    (folder / "going_back").unlink()
+    checkpoint(folder, 8)  # of these nothing was uploaded
+    checkpoint(folder, 12)
+    (folder / "metrics.jsonl").write_text("of step 13")
+    again = started(folder, lines.append)
+    assert directory.steps(folder / "checkpoints") == [4, 8, 12]
+    assert (folder / "metrics.jsonl").read_text() == "of step 13"
+    assert "lacks the checkpoints 8, 12" in lines[0] and str(folder) in lines[0]
+    assert again.end(exits.DONE) == exits.DONE
+    assert held(folder).items() <= objects(store).items()
+    assert "going_back" not in objects(store)
+    started(tmp_path / "b")
+    assert directory.steps(tmp_path / "b" / "checkpoints") == [4, 8, 12]
+
+
+def test_newer_local_checkpoints_before_anything_was_uploaded_stay(tmp_path, store):
+    started(tmp_path / "a")
     checkpoint(tmp_path / "a", 8)
+    again = started(tmp_path / "a")
+    assert directory.steps(tmp_path / "a" / "checkpoints") == [8]
+    assert again.end(exits.DONE) == exits.DONE
+    assert f"checkpoints/8/{directory.MARKER}" in objects(store)
+
+
+def test_a_checkpoint_that_only_the_store_has_good_is_fetched(tmp_path, store):
+    """Not one that the run went back from."""
+    run, folder = started(tmp_path / "a"), tmp_path / "a" / "checkpoints"
+    for step in (4, 8, 12):
+        checkpoint(tmp_path / "a", step)
+    run.push()
+    directory.set_aside(folder, 12, "replaced")
+    directory.set_aside(folder, 8, "corrupt")
+    started(tmp_path / "a")
+    assert directory.steps(folder) == [4, 8]
+
+
+@pytest.mark.parametrize("how", ["went on elsewhere", "another run", "of no known run"])
+def test_the_store_counts_where_the_folder_is_not_its_continuation(tmp_path, store, how):
+    """What only the folder has is not lost: it lies beside it."""
+    folder, lines = tmp_path / "a", []
+    run = started(folder)
+    checkpoint(folder, 4)
+    (folder / "metrics.jsonl").write_text("of step 4")
+    run.push()
+    checkpoint(folder, 8)
+    (folder / "metrics.jsonl").write_text("of step 8")
+    if how == "another run":
+        store.store.clear()
+    if how == "of no known run":
+        (folder / mirror.RECORD).unlink()
+    else:
+        other = started(tmp_path / "b")
+        checkpoint(tmp_path / "b", 6)
+        other.push()
+    again = started(folder, lines.append)
+    steps = {"went on elsewhere": [4, 6], "another run": [6], "of no known run": [4]}[how]
+    assert directory.steps(folder / "checkpoints") == steps
+    assert without_record(held(folder)) == without_record(objects(store))
+    (aside,) = tmp_path.glob("a.aside-*")
+    assert 8 in directory.steps(aside / "checkpoints") and str(aside) in lines[0]
+    assert (aside / "metrics.jsonl").read_text() == "of step 8"
+    checkpoint(folder, 8)
     again.push()
     assert f"checkpoints/8/{directory.MARKER}" in objects(store)
 
 
+def test_a_copy_that_was_cut_off_is_not_believed(tmp_path, store, monkeypatch):
+    run = started(tmp_path / "a")
+    for step in (4, 8):
+        checkpoint(tmp_path / "a", step)
+    run.push()
+
+    def cut(url, state, partial):
+        if "8/state" in url:
+            raise KeyboardInterrupt
+        original(url, state, partial)
+
+    original = remote._copy
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(remote, "_copy", cut)
+        started(tmp_path / "b")
+    started(tmp_path / "b")
+    assert without_record(held(tmp_path / "b")) == without_record(objects(store))
+
+
+@pytest.mark.parametrize("found", ["nothing", "another file"])
+def test_a_listing_without_the_lease_is_no_new_start(tmp_path, store, monkeypatch, found):
+    run = started(tmp_path / "a")
+    checkpoint(tmp_path / "a", 4)
+    run.push()
+    before = objects(store), held(tmp_path / "a")
+    listed = {} if found == "nothing" else {"metrics.jsonl": remote.Status(1, 1)}
+    monkeypatch.setattr(remote, "find", lambda url: dict(listed))
+    for folder in ("a", "b"):
+        with pytest.raises(ValueError, match=r"lacks owner.json.*run again") as error:
+            started(tmp_path / folder)
+        assert transient.is_transient(error.value)
+    assert (objects(store), held(tmp_path / "a")) == before
+
+
+def test_a_store_that_lost_the_run_is_not_written_over(tmp_path, store):
+    run = started(tmp_path / "a")
+    checkpoint(tmp_path / "a", 4)
+    run.push()
+    store.store.clear()
+    before = held(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"holds nothing of the run.*checkpoints 4") as error:
+        started(tmp_path / "a")
+    assert not transient.is_transient(error.value) and held(tmp_path / "a") == before
+    started(tmp_path / "b")  # of a machine that knows of no run
+
+
+def test_a_folder_that_vanished_takes_nothing_from_the_store(tmp_path, store):
+    run = started(tmp_path / "a")
+    checkpoint(tmp_path / "a", 4)
+    run.push()
+    shutil.rmtree(tmp_path / "a" / "checkpoints")
+    run.push()
+    assert f"checkpoints/4/{directory.MARKER}" in objects(store)
+
+
+def test_what_is_deleted_here_while_it_is_uploaded_is_removed_there(tmp_path, store, monkeypatch):
+    run, original = started(tmp_path / "a"), remote.upload
+    checkpoint(tmp_path / "a", 4)
+    checkpoint(tmp_path / "a", 8)
+
+    def upload(file, url):
+        if "checkpoints/4/state" in url:
+            shutil.rmtree(tmp_path / "a" / "checkpoints" / "4")
+        original(file, url)
+
+    monkeypatch.setattr(remote, "upload", upload)
+    run.push()
+    assert {name.split("/")[1] for name in objects(store) if "/" in name} == {"8"}
+
+
+def test_a_slow_store_is_not_waited_for(tmp_path, store, monkeypatch):
+    """The newest checkpoint goes first, what is uploaded is in use, and one line tells of it."""
+    lines, order, go_on, original = [], [], threading.Event(), remote.upload
+    run = started(tmp_path / "a", lines.append)
+
+    def upload(file, url):
+        if "checkpoints/4/" in url:
+            go_on.wait(60)
+        original(file, url)
+        if url.endswith(directory.MARKER):
+            order.append(url.split("/")[-2])
+
+    monkeypatch.setattr(remote, "upload", upload)
+    monkeypatch.setattr(mirror, "TELL_SECONDS", 0.05)
+    saved = run.pushing(lambda step: None)
+    for step in (4, 8, 12):
+        checkpoint(tmp_path / "a", step)
+        saved(step)
+        deadline = time.monotonic() + 30
+        while not run.uses(4):
+            assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert "memory://bucket/run has not taken checkpoint 4 yet, since " in lines[-1]
+    assert run.end(exits.DONE, 0.2) == exits.AGAIN
+    assert "all is in" in lines[-1] and directory.steps(tmp_path / "a" / "checkpoints") == [
+        4,
+        8,
+        12,
+    ]
+    monkeypatch.setattr(mirror, "QUIET_SECONDS", 0.2)
+    assert run.end(exits.DONE) == exits.AGAIN
+    for code in (exits.STOPPED, exits.INTERRUPTED, exits.AGAIN):
+        assert run.end(code, 0.0) == code
+    monkeypatch.setattr(mirror, "QUIET_SECONDS", 60.0)
+    go_on.set()
+    assert run.end(exits.DONE) == exits.DONE
+    assert order == ["4", "12", "8"] and lines[-1] == f"uploaded to {URL}"
+
+
 def test_a_failed_upload_is_told_and_tried_again(tmp_path, store, monkeypatch):
     lines = []
-    run = mirror.Mirror(URL, tmp_path / "a", log=lines.append)
-    run.pull()
+    run = started(tmp_path / "a", lines.append)
     checkpoint(tmp_path / "a", 4)
     monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
 
+    failures: list[OSError] = []
+
     def fail(file, url):
-        raise OSError("503 slow down")
+        raise failures[-1]
 
     with monkeypatch.context() as patch:
         patch.setattr(remote, "upload", fail)
-        run.push()
+        failures.append(PermissionError("403 access denied"))
         assert run.end(exits.DONE) == exits.UNSAVED
-    assert "warning: memory://bucket/run is not up to date (503 slow down)" in lines[0]
-    assert objects(store) == {}
+        failures.append(OSError(errno.EBUSY, "503 slow down"))
+        assert run.end(exits.DONE) == exits.AGAIN
+    assert "warning: memory://bucket/run is not up to date (403 access denied)" in lines[0]
+    assert objects(store).keys() == {"owner.json"}
     assert run.end(exits.DONE) == exits.DONE
     assert f"checkpoints/4/{directory.MARKER}" in objects(store)
     assert lines[-1] == f"uploaded to {URL}"
@@ -161,7 +338,12 @@ def test_reading_takes_a_copy(tmp_path, store, monkeypatch):
     checkpoint(tmp_path / "a", 4)
     run.push()
     local = mirror.reading(URL)
-    assert held(tmp_path / "a") == held(type(tmp_path)(local))
+    assert without_record(held(tmp_path / "a")) == without_record(held(type(tmp_path)(local)))
+    (tmp_path / "a" / "config.json").unlink()
+    monkeypatch.setattr(remote, "find", lambda url: {})
+    with pytest.raises(ValueError, match="holds nothing that may be listed"):
+        mirror.reading(URL)
+    assert held(type(tmp_path)(local))["config.json"]
     assert mirror.reading(str(tmp_path)) == str(tmp_path)
 
 

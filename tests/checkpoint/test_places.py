@@ -3,6 +3,7 @@
 `tests/end_to_end/test_object_store.py` has two processes and an S3 server.
 """
 
+import contextlib
 import json
 import pathlib
 
@@ -47,14 +48,18 @@ def state_on(weight, rest):
     }  # fmt: skip
 
 
+@contextlib.contextmanager
 def opened(folder, url, said, launch=LAUNCH, **options):
+    remote.write_bytes(f"{url}/owner.json", b"{}")  # as by the lease
     run = mirror.Mirror(url, folder, log=said.append, launch=launch)
     run.pull()
     config = checkpointer.CheckpointConfig(**options)
-    return checkpointer.Checkpointer(
+    with checkpointer.Checkpointer(
         f"{folder}/checkpoints", config, log=said.append, place=run.place,
         on_saved=run.pushing(lambda step: None),
-    )  # fmt: skip
+    ) as checkpoints:  # fmt: skip
+        yield checkpoints
+    assert run.end(0) == 0
 
 
 def abstract(state):
@@ -76,7 +81,8 @@ def assert_same(got, wanted):
 
 def in_store(tmp_path):
     root = tmp_path / "store" / "run"
-    return {p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()}
+    found = {p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file()}
+    return found - {"owner.json", mirror.RECORD}
 
 
 def test_a_restore_reads_the_store_on_any_mesh(url, tmp_path):

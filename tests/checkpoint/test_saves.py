@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from llmx.checkpoint import checkpointer, checksums, writer
+from llmx.checkpoint import checkpointer, checksums, places, writer
 from llmx.checkpoint import directory as directories
 from llmx.checkpoint.checkpointer import CheckpointConfig, Checkpointer
 
@@ -447,3 +447,24 @@ def test_two_processes_know_of_a_failure_in_one_and_that_they_differ(tmp_path):
     found = re.findall(words, out)
     assert {who for who, _ in found} == {"0", "1"} and len({poll for _, poll in found}) == 1
     assert names(tmp_path) == ["12", "4"]
+
+
+def test_a_save_that_takes_long_is_not_waited_for(tmp_path, monkeypatch):
+    """The next one is left out, and tried again some steps later."""
+    monkeypatch.setattr(checkpointer, "WAIT_SECONDS", 0.1)
+    go_on, lines, state = threading.Event(), [], {"w": jnp.ones(4)}
+
+    def written(path, step, number):
+        go_on.wait(60)
+        return ""
+
+    place = places.SHARED._replace(written=written)
+    config = CheckpointConfig(every=8)
+    with Checkpointer(str(tmp_path), config, log=lines.append, place=place) as checkpoints:
+        assert checkpoints.save(8, state, meta={})
+        assert not checkpoints.save(16, state, meta={})
+        assert "step 8 is still being written, since " in lines[-1] and "step 16" in lines[-1]
+        assert checkpoints.due(18) and not checkpoints.due(17)
+        go_on.set()
+        assert checkpoints.save(18, state, meta={}, wait=True)
+        assert checkpoints.steps() == [8, 18]

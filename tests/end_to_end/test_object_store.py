@@ -235,4 +235,4 @@ def test_a_run_starts_from_a_store_as_from_local_folders(tmp_path, environment):
         start(tmp_path, str(tmp_path / "none"), wrong,
               flags=("--config.start_from=s3://bucket/old",))
     )  # fmt: skip
-    assert code == 2 and "start_from=s3://bucket/old cannot be listed: " in said, said
+    assert code == 75 and "start_from='s3://bucket/old' cannot be listed (" in said, said

@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterator
 
 from llmx.data import build as token_build
+from llmx.data import transient
 from llmx.data.records import build, schema, shards, sources
 from llmx.data.records import config as config_lib
-from llmx.runtime import bounds
+from llmx.runtime import bounds, exits
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -112,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         write(arguments, config)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return exits.AGAIN if transient.is_transient(error) else exits.REFUSED
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130
