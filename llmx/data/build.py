@@ -77,9 +77,9 @@ class Recipe:
             settings["rules"] = self.tokenizer.rules
         if self.chat:
             names = dict(self.tokenizer.names)
-            settings["chat"] = {"template": self.tokenizer.template, "names": names, "version": 1}
+            settings["chat"] = {"template": self.tokenizer.template, "names": names, "version": 2}
         if self.pairs:
-            settings["pairs"] = {"version": 1}
+            settings["pairs"] = {"version": 2}
         return shards_lib.json_hash(settings)
 
     @property
