@@ -365,7 +365,9 @@ def _decoding(path: str, columns: Sequence[Any], num_rows: int) -> _Decoding:
     sizes = [column.total_uncompressed_size for column in columns]
     rows = max(min(1024, _BATCH_BYTES * num_rows // max(sum(sizes), 1)), 1)
     if max(sizes, default=0) <= _SMALL_CHUNK_BYTES:
-        return _Decoding(rows, dictionary=True)
+        # pyarrow makes no dictionary of values in delta encodings.
+        delta = any(name.startswith("DELTA") for column in columns for name in column.encodings)
+        return _Decoding(rows, dictionary=not delta)
     most = max(_MAX_PAGE_BYTES, 2 * opening.status(path).num_bytes)
     with opening.open_random(path) as file:
         for group, (column, size) in enumerate(zip(columns, sizes, strict=True)):
