@@ -12,6 +12,9 @@ from llmx.data import opening, remote, transient
 _MAGIC = b"ARROW1"
 _END = b"\xff\xff\xff\xff\0\0\0\0"  # ends a stream
 _FIRST_MESSAGE = 8  # of a file: behind the magic word and its padding
+_TEXT_TYPES = (
+    "string", "large_string", "string_view", "binary", "large_binary", "binary_view",
+)  # fmt: skip
 _DICTIONARY_BATCH, _RECORD_BATCH = 2, 3  # MessageHeader of Message.fbs
 
 
@@ -28,8 +31,7 @@ def check_text_column(path: str, schema: Any, text_key: str) -> None:
         )
     kind = schema.field(text_key).type
     kind = kind.value_type if types.is_dictionary(kind) else kind
-    readable = (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary)
-    if not any(check(kind) for check in readable):
+    if str(kind) not in _TEXT_TYPES:
         raise ValueError(
             f"{path}: column {text_key!r} is of type {kind}, not text: set data.text_key "
             "(--text-key) to a string column"
@@ -150,6 +152,8 @@ def _as_bytes(column: Any) -> Any:
         )
     if types.is_large_string(column.type):
         return column.view(pyarrow.large_binary())
+    if str(column.type) == "string_view":  # a type that pyarrow has since 16
+        return column.view(pyarrow.binary_view())
     return column.view(pyarrow.binary()) if types.is_string(column.type) else column
 
 

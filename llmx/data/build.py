@@ -81,7 +81,7 @@ class Recipe:
             if self.tokenizer.flags:
                 settings["chat"]["flags"] = self.tokenizer.flags
         if self.pairs:
-            settings["pairs"] = {"version": 1}
+            settings["pairs"] = {"version": 2}
         return shards_lib.json_hash(settings)
 
     @property

@@ -8,18 +8,18 @@ Learned is what the template puts into `{% generation %}`, or else what it write
 the text that the turns before render to with a generation prompt, whatever turns follow.
 """
 
+import copy
 import dataclasses
-import datetime
 import functools
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from llmx.data import json_files, tokenizers
+from llmx.data import json_files, template_process, tokenizer_files, tokenizers, turns
 
 ROLES = (
     "system", "developer", "user", "assistant", "tool", "function", "ipython", "environment",
@@ -50,14 +50,22 @@ class Rendered:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Messages, of which the assistant's are learned from number `first` on."""
+    """Messages, of which the assistant's are learned from number `first` on.
+
+    arguments: what the template is given beside the messages, by name.
+    unlearned: the numbers of messages that are not learned.
+    """
 
     messages: Messages
     first: int = 0
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    unlearned: tuple[int, ...] = ()
 
     def canonical(self) -> bytes:
         """The same bytes for the same conversation, however it was written."""
         found = [self.messages, self.first] if self.first else self.messages
+        if self.arguments or self.unlearned:
+            found = [self.messages, self.first, self.arguments, self.unlearned]
         text = json.dumps(found, ensure_ascii=False, sort_keys=True)
         try:
             return text.encode("utf-8")
@@ -65,31 +73,58 @@ class Conversation:
             raise ValueError("it has a lone surrogate, which is not valid UTF-8") from error
 
 
-def conversation(record: Mapping[str, Any]) -> Conversation:
+def conversation(record: Mapping[str, Any], known: Collection[str] = ()) -> Conversation:
     """That of a record with `messages`, or with `prompt` and `completion`.
 
-    Raises ValueError where there is none, a role is unknown, or the assistant says nothing.
+    known: names that the template takes beside messages. Raises ValueError where there is none, a
+    role is unknown, the assistant says nothing, or a field cannot be used.
     """
-    first = 0
-    if "messages" in record:
-        messages = record["messages"]
+    first, prompt, completion = 0, record.get("prompt"), record.get("completion")
+    if record.get("messages") is not None:
+        messages = checked(record["messages"])
+        if prompt:
+            at = turns.find(stated := as_messages(prompt, "user"), messages)
+            if at is None:
+                raise ValueError("prompt and messages contradict each other: write messages alone")
+            first = at + len(stated) if isinstance(prompt, list) else 0
+        if completion:
+            stated = as_messages(completion, ASSISTANT)
+            if not turns.all_same(stated, messages[-len(stated) :]):
+                raise ValueError(
+                    "completion and messages contradict each other: write messages alone"
+                )
     elif {"prompt", "completion"} <= record.keys():
-        prompt = _turns(record["prompt"], "user")
-        messages, first = [*prompt, *_turns(record["completion"], ASSISTANT)], len(prompt)
+        before, behind = as_messages(prompt, "user"), as_messages(completion, ASSISTANT)
+        messages, first = turns.joined(before, behind, ("prompt", "completion"))
     else:
         names = ", ".join(map(repr, list(record)[:10])) or "none"
         raise ValueError(
             f"no messages in the record (its keys: {names}): write "
             '{"messages": [{"role": "user", "content": "..."}, ...]}, or prompt and completion'
         )
-    messages = checked(messages)
-    if not any(message["role"] == ASSISTANT for message in messages[first:]):
+    return assembled(messages, first, record, known)
+
+
+def assembled(
+    messages: Messages, first: int, record: Mapping[str, Any], known: Collection[str]
+) -> Conversation:  # fmt: skip
+    """Messages with what else their record says of them. Raises ValueError."""
+    before = len(checked(messages))
+    messages = turns.with_system(messages, record)
+    first += len(messages) - before if first else 0
+    messages, unlearned = turns.without_flags(messages)
+    learned = {number for number in range(first, len(messages))} - {*unlearned}
+    if not any(messages[number]["role"] == ASSISTANT for number in learned):
         raise ValueError("no turn of the assistant, so that nothing is learned: remove the record")
-    return Conversation(messages, first)
+    unlearned = tuple(n for n in unlearned if messages[n]["role"] == ASSISTANT and n >= first)
+    return Conversation(messages, first, turns.arguments(record, known), unlearned)
 
 
-def _turns(value: Any, role: str) -> list:
-    return value if isinstance(value, list) else [{"role": role, "content": value}]
+def as_messages(value: Any, role: str) -> Messages:
+    """A field of a record as messages: it is a list of these, one, or the text of one."""
+    value = [value] if isinstance(value, dict) else value
+    value = value if isinstance(value, list) else [{"role": role, "content": value}]
+    return [_message(number, message) for number, message in enumerate(value, 1)]
 
 
 def checked(messages: Any) -> Messages:
@@ -113,61 +148,23 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     return message
 
 
-def _marking_environment():
-    import jinja2
-    import jinja2.ext
-    import jinja2.sandbox
-
-    class Generation(jinja2.ext.Extension):
-        """`{% generation %}`: marks what the model itself writes."""
-
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
-            return jinja2.nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
-
-        def marked(self, caller) -> str:
-            return f"{_BEGIN}{caller()}{_END}"
-
-    def refuse(message: str):
-        raise jinja2.TemplateError(message)
-
-    def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
-        # Jinja's own escapes HTML.
-        return json.dumps(
-            value, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-            sort_keys=sort_keys,
-        )  # fmt: skip
-
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return environment
-
-
 class Template:
     """A chat template with the special tokens of a tokenizer."""
 
     def __init__(self, source: str, tokenizer: tokenizers.Tokenizer):
         """Raises ValueError where the template is empty or no Jinja."""
-        import jinja2
-
         if not source.strip():
             raise ValueError(
                 f"tokenizer {tokenizer.name} has no chat template: set data.chat_template to a "
                 "Jinja file, or put a chat_template.jinja beside the tokenizer.json"
             )
-        try:
-            self._compiled = _marking_environment().from_string(source)
-        except jinja2.TemplateSyntaxError as error:
-            raise ValueError(
-                f"the chat template is no Jinja, line {error.lineno}: {error.message}: correct it"
-            ) from error
+        found = template_process.ask(source, (_BEGIN, _END))
+        if "refused" in found:
+            line = f", line {found['line']}" if "line" in found else ""
+            raise ValueError(f"the chat template is no Jinja{line}: {found['refused']}: correct it")
+        # Names that the template takes beside messages, and all that it has words for.
+        self.variables, self._words = {*found["variables"]} - {"messages"}, {*found["words"]}
+        self._arguments: Mapping[str, Any] = {}
         self.source, self._names = source, dict(tokenizer.names)
         self._special, self._tokens = tokenizer.special_pattern, list(tokenizer.special)
         tokens = tokenizer.special
@@ -185,15 +182,12 @@ class Template:
 
         Raises ValueError where the template refuses it.
         """
-        import jinja2
-
         inputs = {"messages": self._marked(messages), "add_generation_prompt": generation_prompt}
-        try:
-            raw = self._compiled.render(self._names | inputs | {"tools": None, "documents": None})
-        # Whatever an expression of the template raises.
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError,
-                ArithmeticError, RecursionError) as error:  # fmt: skip
-            raise ValueError(f"the chat template refuses the conversation: {error}") from error
+        given = {"tools": None, "documents": None} | self._names | self._arguments
+        found = template_process.ask(self.source, (_BEGIN, _END), given | inputs)
+        if "refused" in found:
+            raise ValueError(f"the chat template refuses the conversation: {found['refused']}")
+        raw = found["text"]
         for number, message in enumerate(inputs["messages"], 1):
             if isinstance(parts := message.get("content"), list) and str(parts) in raw:
                 raise ValueError(
@@ -202,6 +196,40 @@ class Template:
                     "parts"
                 )
         return self._read(raw)
+
+    def given(self, arguments: Mapping[str, Any]) -> "Template":
+        """The template with what it takes beside messages.
+
+        Raises ValueError for what it does not take, unless that is empty.
+        """
+        for name, value in arguments.items():
+            if name in tokenizer_files.NAMED_TOKENS:
+                raise ValueError(f"{name} is the tokenizer's: remove it from the record")
+            if value and name not in self.variables:
+                raise ValueError(
+                    f"the record has {name!r}, which the chat template does not read: remove it, "
+                    "or use a template that reads it"
+                )
+        other = copy.copy(self)
+        other._arguments = {name: self._marked_setting(value) for name, value in arguments.items()}
+        return other
+
+    def _marked_setting(self, value: Any) -> Any:
+        # A template compares words ("high") with its own; a mark inside would make them others.
+        word = isinstance(value, str) and re.fullmatch(r"[\w.-]*", value)
+        return value if word and not self._special.search(value) else self._marked(value)
+
+    def _require_said(self, messages: Messages, whole: Rendered) -> None:
+        """Raises ValueError where the template leaves out what messages say."""
+        for key in {key for message in messages for key in turns.SAID if message.get(key)}:
+            if key in self._words:
+                continue
+            less = [{name: x for name, x in one.items() if name != key} for one in messages]
+            if self.render(less).text == whole.text:
+                raise ValueError(
+                    f"a message has {key!r}, which the chat template does not write: remove it, or "
+                    "use a template that writes it"
+                )
 
     def _read(self, raw: str) -> Rendered:
         """What the template wrote, without the marks."""
@@ -251,21 +279,37 @@ class Template:
 
     def render_to_learn(self, talk: Conversation) -> Rendered:
         """The text of a whole conversation with what is learned of it. Raises ValueError."""
+        if talk.arguments:
+            plain = dataclasses.replace(talk, arguments={})
+            return self.given(talk.arguments).render_to_learn(plain)
         whole = self.render(talk.messages)
-        # Those of the prompt are rendered first.
-        learned = whole.learned
-        if talk.first and learned:
-            learned = learned[len(self.render(talk.messages[: talk.first]).learned) :]
+        self._require_said(talk.messages, whole)
+        learned = self._marked_turns(talk, whole)
         marked = bool(_GENERATION.search(self.source))
         if not marked:
-            turns = (
+            numbers = (
                 number for number, message in enumerate(talk.messages)
                 if number >= talk.first and message["role"] == ASSISTANT
+                and number not in talk.unlearned
             )  # fmt: skip
-            learned = tuple(self._turn(talk.messages, number, whole) for number in turns)
+            learned = tuple(self._turn(talk.messages, number, whole) for number in numbers)
         if not any(begin < end for begin, end in learned):
             raise ValueError("the chat template renders nothing of the assistant's turns")
         return dataclasses.replace(whole, learned=learned, marked=marked)
+
+    def _marked_turns(self, talk: Conversation, whole: Rendered) -> tuple[tuple[int, int], ...]:
+        """The ranges in `{% generation %}` of those turns that are learned."""
+        kept = [*whole.learned]
+        if kept:
+            # Those of messages before one are rendered before it.
+            parts = [(0, talk.first), *((number, number + 1) for number in talk.unlearned)]
+            for part in parts:
+                first, last = (
+                    len(self.render(talk.messages[:number]).learned) if number else 0
+                    for number in part
+                )
+                kept[first:last] = [(0, 0)] * (last - first)
+        return tuple(part for part in kept if part != (0, 0))
 
     def _turn(self, messages: Messages, number: int, whole: Rendered) -> tuple[int, int]:
         """The range of an assistant's turn in the text of the conversation.
@@ -460,7 +504,7 @@ def stop_tokens(tokenizer: tokenizers.Tokenizer, format: str) -> tuple[int, ...]
 
 def read_record(record: Mapping[str, Any], template: Template) -> tuple[bytes, Rendered]:
     """The canonical bytes of a record's conversation, and its text. Raises ValueError."""
-    talk = conversation(record)
+    talk = conversation(record, template.variables)
     raw = talk.canonical()
     if len(raw) > MAX_BYTES:
         raise ValueError(f"a conversation of more than {MAX_BYTES:,} bytes: write it as several")

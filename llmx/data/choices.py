@@ -6,6 +6,8 @@ A record is of one of three forms, as HellaSwag, MMLU and ARC have them:
     {"question": "...", "choices": ["...", ...], "answer": 0}                  (or "B")
     {"question": "...", "choices": {"text": [...], "label": ["A", ...]}, "answerKey": "B"}
 
+The answer is a label, or without labels an index from 0 or a letter, or the text of a choice.
+
 Letters: B rows, T tokens.
 """
 
@@ -27,6 +29,8 @@ from llmx.data.tokenizers import Tokenizer
 _REMEDY_OF_NAMES = "name JSONL files of questions, or () for none"
 _REMEDY = "give one JSON object a line, with a question, its choices and the right one"
 MAX_BYTES = 256 << 20
+_ANSWERS = ("answerKey", "answer", "label")  # keys of the right choice
+_CONTEXTS = ("context", "passage", "article", "ctx")  # what questions of other forms are about
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,30 +113,72 @@ def _question(record: Any) -> Question:
     if "endings" in record and "choices" in record:
         raise ValueError('both "endings" and "choices"')
     if "endings" in record:
-        prompt, choices, answer = record.get("ctx"), record["endings"], record.get("label")
-        labels = []
+        prompt, choices, labels = record.get("ctx"), record["endings"], None
     elif isinstance(record.get("choices"), dict):
-        prompt, answer = record.get("question"), record.get("answerKey")
+        prompt = record.get("question")
         choices, labels = record["choices"].get("text"), record["choices"].get("label")
     else:
-        prompt, choices, answer = (record.get(key) for key in ("question", "choices", "answer"))
-        labels = list(string.ascii_uppercase)
+        prompt, choices, labels = record.get("question"), record.get("choices"), None
     if not isinstance(prompt, str):
         raise ValueError('no text under "question" or "ctx"')
     texts = isinstance(choices, list) and all(isinstance(text, str) and text for text in choices)
     if not texts or len(choices) < 2:
         raise ValueError("the choices are no list of two texts or more, none of them empty")
-    own = labels if isinstance(record.get("choices"), dict) else []
-    if own and (not isinstance(own, list) or len({*map(str, own)}) != len(choices)):
-        raise ValueError(f"{len(choices)} choices need as many labels, all different")
-    labelled = isinstance(labels, list) and answer in labels
-    place = labels.index(answer) if labelled else answer
-    if isinstance(place, str) and place.isdecimal():
-        place = int(place)
-    if type(place) is not int or not 0 <= place < len(choices):
-        raise ValueError(f"the answer {str(answer)[:50]!r} is none of the {len(choices)} choices")
+    labels = None if labels is None else _labels(labels, len(choices))
+    if found := [key for key in _CONTEXTS if "question" in record and record.get(key)]:
+        raise ValueError(f'"{found[0]}" beside "question" is not read: write one text, as question')
+    answers = {key: record[key] for key in _ANSWERS if record.get(key) is not None}
+    if len(answers) > 1 and "endings" not in record:
+        answers.pop("label", None)  # of HellaSwag's form alone; else it may be of another purpose
+    if not answers:
+        raise ValueError("no answer under " + " or ".join(map(repr, _ANSWERS)))
+    places = {key: _place(answer, choices, labels) for key, answer in answers.items()}
+    if len({*places.values()}) > 1:
+        raise ValueError(f"{' and '.join(map(repr, places))} name different choices: keep one")
+    place = next(iter(places.values()))
     _require_text([prompt, *choices])
     return Question(prompt, tuple(choices), place)
+
+
+def _labels(labels: Any, number: int) -> list[str]:
+    """The labels of choices as text: files write digits as text or as numbers."""
+    kinds = isinstance(labels, list) and all(type(label) in (str, int) for label in labels)
+    found = [str(label).strip() for label in labels] if kinds else []
+    if len({*found} - {""}) != number or len(found) != number:
+        raise ValueError(f"{number} choices need as many labels, all different, texts or numbers")
+    return found
+
+
+def _place(answer: Any, choices: Sequence[str], labels: Sequence[str] | None) -> int:
+    """Which choice an answer names. Raises ValueError where it names none, or two.
+
+    By its label where there are labels; without, by its index from 0 or its letter; else by its
+    text. Files of ARC count from 1 in some rows whose labels are letters.
+    """
+    wanted = str(answer).strip() if type(answer) in (str, int) else ""
+    letters = list(string.ascii_uppercase[: len(choices)])
+    by_text = {at for at, text in enumerate(choices) if wanted and text.strip() == wanted}
+    if labels is None:
+        named = {str(at): at for at in range(len(choices))}
+        found = {named[wanted]} if wanted in named else _matching(wanted, letters)
+        # A number is an index; a text may be what a choice says.
+        found |= by_text if isinstance(answer, str) else set()
+    else:
+        found = _matching(wanted, labels)
+        if not found and isinstance(answer, str):
+            counted = [str(at) for at in range(1, len(choices) + 1)]
+            in_letters = [label.upper() for label in labels] == letters
+            found = by_text | (_matching(wanted, counted) if in_letters else set())
+    if len(found) != 1:
+        kind = "several" if found else "none"
+        raise ValueError(f"the answer {str(answer)[:50]!r} is {kind} of the {len(choices)} choices")
+    return found.pop()
+
+
+def _matching(wanted: str, labels: Sequence[str]) -> set[int]:
+    """The places of a label; in upper or lower case where it is not there as it stands."""
+    exact = {at for at, label in enumerate(labels) if label == wanted}
+    return exact or {at for at, label in enumerate(labels) if label.lower() == wanted.lower()}
 
 
 def _require_text(texts: Sequence[str]) -> None:

@@ -235,7 +235,7 @@ def _jsonl_documents(
                 text = b""
             else:
                 text = skips.text(_jsonl_text, path, raw, offset, number, read)
-            blank = blank and not raw.strip()
+            blank = blank and not raw.removeprefix(_BOM if number == 1 else b"").strip()
             offset += length
             if text:
                 yield Document(text, Position(start.file, offset, number), *rendered)
@@ -364,8 +364,13 @@ def _decoding(path: str, columns: Sequence[Any], num_rows: int) -> _Decoding:
     """Raises ValueError where a page would take much more memory than the file has bytes."""
     sizes = [column.total_uncompressed_size for column in columns]
     rows = max(min(1024, _BATCH_BYTES * num_rows // max(sum(sizes), 1)), 1)
+    # What a value adds to the one before it: pyarrow makes no dictionary of such values, and each
+    # may be as large as all that is stored.
+    delta = any(name.startswith("DELTA") for column in columns for name in column.encodings)
+    if delta:
+        rows = max(min(rows, _MAX_PAGE_BYTES // max(*sizes, 1)), 1)
     if max(sizes, default=0) <= _SMALL_CHUNK_BYTES:
-        return _Decoding(rows, dictionary=True)
+        return _Decoding(rows, dictionary=not delta)
     most = max(_MAX_PAGE_BYTES, 2 * opening.status(path).num_bytes)
     with opening.open_random(path) as file:
         for group, (column, size) in enumerate(zip(columns, sizes, strict=True)):

@@ -5,16 +5,18 @@ that both reach a row of a batch together. In the row they are segments of their
 """
 
 import dataclasses
+import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from llmx.data import chat, tokenizers
+from llmx.data import chat, tokenizers, turns
 
 FORMAT = "preference"  # `DataConfig.format`
 REJECTED = 2  # the bit of a token's weight in shards, beside `shards.LEARNED`
+_SIDES = ("chosen", "rejected")
 # Segments of a row that holds a pair.
 CHOSEN_SEGMENT, REJECTED_SEGMENT = 1, 2
 
@@ -31,10 +33,10 @@ def read_record(record: Mapping[str, Any], template: chat.Template) -> tuple[byt
     """The canonical bytes of a record's pair, and its texts.
 
     A record has `chosen` and `rejected`, each a list of messages or the assistant's answer, and
-    with or without them `prompt`, a list of messages or what the user says. Without a prompt that
-    is what both begin with. Raises ValueError.
+    with or without them `prompt`, a list of messages or what the user says. The lists may begin
+    with the prompt. Without a prompt that is what both begin with. Raises ValueError.
     """
-    talks = _conversations(record)
+    talks = _conversations(record, template.variables)
     raw = json.dumps([talk.canonical().decode() for talk in talks]).encode()
     if len(raw) > chat.MAX_BYTES:
         raise ValueError(f"a pair of more than {chat.MAX_BYTES:,} bytes: write shorter texts")
@@ -43,27 +45,43 @@ def read_record(record: Mapping[str, Any], template: chat.Template) -> tuple[byt
     return raw, RenderedPair(*map(template.render_to_learn, talks))
 
 
-def _conversations(record: Mapping[str, Any]) -> list[chat.Conversation]:
+def _conversations(
+    record: Mapping[str, Any], known: Collection[str]
+) -> list[chat.Conversation]:  # fmt: skip
     if not {"chosen", "rejected"} <= record.keys():
         names = ", ".join(map(repr, list(record)[:10])) or "none"
         raise ValueError(
             f"no pair in the record (its keys: {names}): write prompt, chosen and rejected"
         )
-    sides = record["chosen"], record["rejected"]
-    if "prompt" in record:
-        return [chat.conversation({"prompt": record["prompt"], "completion": one}) for one in sides]
-    if not all(isinstance(one, list) for one in sides):
+    sides = {name: chat.as_messages(record[name], chat.ASSISTANT) for name in _SIDES}
+    prompt = chat.as_messages(record["prompt"], "user") if record.get("prompt") else []
+    further = chat.checked(record["messages"]) if record.get("messages") else []
+    asked = any(turns.begins_anew(side) for side in sides.values())
+    if not prompt and not asked:
+        prompt = further
+    if prompt:
+        found = [turns.joined(prompt, sides[name], ("prompt", name)) for name in _SIDES]
+    else:
+        shared = _shared(*(sides[name] for name in _SIDES))
+        found = [(side, shared) for side in sides.values()]
+    (chosen, first), (rejected, other) = found
+    if not turns.all_same(chosen[:first], rejected[:other]):
+        raise ValueError("chosen and rejected answer different prompts: write answers to one")
+    if further and turns.find(further, chosen) != 0:
+        raise ValueError(
+            "messages is neither the prompt nor the chosen conversation: remove it from the record"
+        )
+    return [chat.assembled(*each, record, known) for each in found]
+
+
+def _shared(chosen: chat.Messages, rejected: chat.Messages) -> int:
+    """How many messages both lists begin with: the prompt."""
+    if not turns.begins_anew(chosen) and not turns.begins_anew(rejected):
         raise ValueError("chosen and rejected without a prompt are lists of messages: add a prompt")
-    shared = 0
-    for one, other in zip(*sides, strict=False):
-        if one != other:
-            break
-        shared += 1
-    if not shared:
+    alike = itertools.takewhile(lambda two: turns.same(*two), zip(chosen, rejected, strict=False))
+    if not (shared := len([*alike])):
         raise ValueError("chosen and rejected have no common message: write answers to one prompt")
-    return [
-        chat.conversation({"prompt": one[:shared], "completion": one[shared:]}) for one in sides
-    ]
+    return shared
 
 
 def encode(

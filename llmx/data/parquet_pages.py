@@ -101,7 +101,8 @@ class _Reader:
                 else:
                     self._value(head & 15, depth + 1)
         elif kind == _BINARY:
-            self.at += self._varint()
+            length = self._varint()  # which moves on, too
+            self.at += length
         elif kind in (_BYTE, _DOUBLE):
             self.at += 8 if kind == _DOUBLE else 1
         elif kind not in (_TRUE, _FALSE):

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from llmx.data import json_files, sealing, tokenizer_files
+from llmx.data import json_files, sealing, tokenizer_files, tokenizer_limits
 
 # Looked for in this order in a loaded file; the first is added where none is there.
 END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
@@ -27,7 +27,7 @@ MAX_TRAINED_SIZE = 1_000_000
 TRAIN_BYTES = 256 << 20  # a tokenizer is trained on at most this much of the text
 # Longer texts are encoded in pieces: the library takes a hundred times the size of a text.
 PIECE_BYTES = 1 << 20
-MAX_VOCAB_SIZE = 1 << 24
+MAX_VOCAB_SIZE = tokenizer_limits.MAX_VOCAB_SIZE
 MAX_FILE_BYTES = 128 << 20
 _MAX_VALUES = 4_000_000
 FILE_NAME = "tokenizer.json"
@@ -260,6 +260,11 @@ class FileTokenizer(Tokenizer):
         if (unknown := _unknown(tokenizer)) is not None:
             self._is_special[unknown] = False
         self.start, self.closing = surroundings(tokenizer)
+        if foreign := [i for i in self.start + self.closing if i >= self.vocab_size]:
+            raise ValueError(
+                f"{name} puts the token id {foreign[0]} around texts, and its ids end at "
+                f"{self.vocab_size - 1}: correct its post_processor"
+            )
         self.names = {"eos_token": end, **settings.names}
         if self.start and "bos_token" not in self.names:
             self.names["bos_token"] = tokenizer.id_to_token(self.start[0])
@@ -495,6 +500,8 @@ def load(name: str | os.PathLike) -> Tokenizer:
     files = tokenizer_files.read(path.parent) if path.name == FILE_NAME else {}
     if parsed == _BYTES_FILE:
         return ByteTokenizer(files, where=path.parent)
+    if problem := tokenizer_limits.problem(parsed):
+        raise ValueError(f"{path}: {problem}: {remedy}")
     del parsed
     import tokenizers
 

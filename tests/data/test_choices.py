@@ -51,12 +51,72 @@ def test_three_forms(tmp_path):
         (ARC | {"choices": {"text": ["a", "b"], "label": ["A"]}}, "as many labels, all different"),
         (ARC | {"choices": {"text": ["a", "b"], "label": ["A", "A"]}}, "all different"),
         (MMLU | HELLASWAG, 'both "endings" and "choices"'),
-        ({key: HELLASWAG[key] for key in ("ctx", "endings")}, "the answer 'None' is none"),
+        ({key: HELLASWAG[key] for key in ("ctx", "endings")}, "no answer under 'answerKey' or"),
+        (MMLU | {"passage": "On sums."}, '"passage" beside "question" is not read'),
+        (MMLU | {"answerKey": "A"}, "'answerKey' and 'answer' name different choices"),
     ],
 )
 def test_other_records_are_refused_by_line(record, words, tmp_path):
     with pytest.raises(ValueError, match=words):
         choices.read(written(tmp_path, MMLU, record))
+
+
+COLOURS = ["red", "green", "blue", "gray"]
+
+
+def of_arc(labels, key, texts=COLOURS):
+    return {"question": "Which?", "choices": {"text": texts, "label": labels}, "answerKey": key}
+
+
+def of_mmlu(answer, texts=COLOURS):
+    return {"question": "Which?", "choices": texts, "answer": answer}
+
+
+@pytest.mark.parametrize(("record", "wanted"), [
+    # A label, as text or as a number on either side, in upper or lower case.
+    *((of_arc(labels, key), 1) for labels, key in (
+        ("1234", "2"), ("1234", 2), ([1, 2, 3, 4], "2"), ([1, 2, 3, 4], 2), ("ABCD", "B"),
+        ("ABCD", " b"), ("abcd", "B"), ("2143", 1), ("0123", 1), (["A", 2, "C", 4], "2"),
+        (["10", "20", "30", "40"], 20), ("ABab", "B"), ("BADC", "a"),
+    )),
+    # Never an index where there are labels: ARC counts from 1 in a few rows.
+    (of_arc("ABCD", "1"), 0), (of_arc("ABCD", "4"), 3),
+    *((of_arc(labels, key), None) for labels, key in (
+        ("1234", 0), ("1234", "0"), ([1, 2, 3, 4], 0), ("ABCD", "0"), ("ABCD", 1), ("ABCD", 0),
+        ("ABCD", "5"), ("BACD", "1"), ("2345", 1), ("ABab", True), ([1, 2, 3, 4], True),
+        ([1, 2, 3, 4], 1.0), ("1234", "01"), ("1234", "\u0662"), ("1234", ""), ("1234", None),
+    )),
+    # A label before a text that reads the same; the text where no label fits.
+    (of_arc("1234", "2", ["2", "1", "3", "4"]), 1), (of_arc("ABCD", "green"), 1),
+    (of_arc("ABCD", "red", ["red", "red ", "b", "c"]), None),
+    # Labels that cannot tell choices apart.
+    *((of_arc(labels, "1"), None) for labels in (
+        [1, "1", 2, 3], ["1", " 1", "2", "3"], "123", "12345", [True, 1, 2, 3], [1.0, 2, 3, 4],
+        [None] * 4, {"1": 1}, "", ["1", "", "2", "3"],
+    )),
+    # Without labels.
+    ({"question": "Which?", "choices": {"text": COLOURS}, "answerKey": "B"}, 1),
+    *((of_mmlu(answer), 1) for answer in (1, "1", "B", "b", "green", " green ")),
+    *((of_mmlu(answer), None) for answer in (4, "4", -1, "E", "Green!", True, 1.0, "", None, [1])),
+    (of_mmlu("1", ["3", "1", "4"]), 1), (of_mmlu(1, ["3", "4", "1"]), 1),
+    (of_mmlu("2", ["1", "2", "3"]), None), (of_mmlu("B", ["B", "A"]), None),
+    (of_mmlu("B", ["A", "B"]), 1),
+    # Several keys of the answer.
+    (of_mmlu("B") | {"answerKey": 1}, 1), (of_mmlu("B") | {"label": "hard"}, 1),
+    (of_mmlu("B") | {"answerKey": "C"}, None),
+    ({"ctx": "A", "endings": COLOURS, "label": "2"}, 2),
+    ({"ctx": "A", "endings": COLOURS, "label": 2}, 2),
+    ({"ctx": "A", "endings": COLOURS, "label": ""}, None),
+])  # fmt: skip
+def test_which_choice_an_answer_names(record, wanted, tmp_path):
+    if isinstance(record.get("choices"), dict) and isinstance(record["choices"].get("label"), str):
+        record["choices"]["label"] = list(record["choices"]["label"])
+    path = written(tmp_path, record)
+    if wanted is None:
+        with pytest.raises(ValueError, match=r"questions.jsonl: line 1: "):
+            choices.read(path)
+    else:
+        assert choices.read(path)[0].answer == wanted
 
 
 def test_compressed_files(tmp_path):

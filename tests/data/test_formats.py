@@ -6,7 +6,7 @@ import random
 
 import pyarrow
 import pytest
-from pyarrow import ipc
+from pyarrow import ipc, parquet
 from support.data_formats import (
     COMPRESS,
     TEXTS,
@@ -36,6 +36,73 @@ def test_every_format_gives_the_rows_of_the_plain_file(tmp_path):
             expected, found = (o.train_rows(step, range(4), 4) for o in (plain, opened))
             for key, value in expected.items():
                 assert (found[key] == value).all(), name
+
+
+@pytest.mark.parametrize("encoding", ["DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY", "PLAIN"])
+def test_encodings_of_parquet(tmp_path, monkeypatch, encoding):
+    """Those of pages version 2 too, and beside a row group with a dictionary."""
+    path = str(tmp_path / "a.parquet")
+    table = pyarrow.table({"text": TEXTS})
+    for version in ("1.0", "2.0"):
+        parquet.write_table(
+            table, path, use_dictionary=False, column_encoding={"text": encoding},
+            data_page_version=version, row_group_size=25,
+        )  # fmt: skip
+        for small in (32 << 20, 0):
+            monkeypatch.setattr(documents, "_SMALL_CHUNK_BYTES", small)
+            whole, _ = read(path)
+            assert [one.text.decode() for one in whole] == TEXTS
+            assert read(path, start=whole[29].end)[0] == whole[30:]
+
+
+def test_texts_that_repeat_those_before_them_are_decoded_in_parts(tmp_path, monkeypatch):
+    """A page of a few kB holds each whole: `DELTA_BYTE_ARRAY` stores what they add."""
+    path = str(tmp_path / "a.parquet")
+    texts = ["x" * 100_000 + f"{number:04d}" for number in range(500)]
+    parquet.write_table(
+        pyarrow.table({"text": texts}), path, use_dictionary=False, compression="none",
+        column_encoding={"text": "DELTA_BYTE_ARRAY"},
+    )  # fmt: skip
+    monkeypatch.setattr(documents, "_MAX_PAGE_BYTES", 1 << 20)
+    before = pyarrow.total_allocated_bytes()
+    files = sources.list_files(path).files
+    found = documents.read_documents(files, text_key="text", skip_bad=False, skipped={})
+    for wanted, document in zip(texts, found, strict=True):
+        assert document.text == wanted.encode()
+        assert pyarrow.total_allocated_bytes() - before < 8 << 20
+
+
+@pytest.mark.parametrize("kind", [
+    pyarrow.string_view(), pyarrow.binary_view(), pyarrow.large_string(), pyarrow.large_binary(),
+    pyarrow.dictionary(pyarrow.int32(), pyarrow.large_string()),
+])  # fmt: skip
+def test_types_of_text(tmp_path, kind):
+    column = pyarrow.array([*TEXTS[:30], None, *TEXTS[30:], "long " * 99])
+    column = column.cast(kind) if not pyarrow.types.is_dictionary(kind) else (
+        column.cast(kind.value_type).dictionary_encode()
+    )  # fmt: skip
+    for stream in (True, False):
+        path = str(tmp_path / f"{stream}.arrow")
+        write_arrow(path, column, stream=stream)
+        whole, skipped = read(path, skip_bad=True)
+        assert [one.text.decode() for one in whole] == [*TEXTS, "long " * 99]
+        assert skipped["without text"] == 1
+        assert read(path, start=whole[8].end, skip_bad=True)[0] == whole[9:]
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    whole, _ = read(str(tmp_path / "a.parquet"), skip_bad=True)
+    assert [one.text.decode() for one in whole] == [*TEXTS, "long " * 99]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
+@pytest.mark.parametrize("content", [b"\xef\xbb\xbf", b"\xef\xbb\xbf\n\n", b"\n"])
+def test_a_file_of_a_byte_order_mark_alone_is_empty(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    if name == "a.txt" and content != b"\xef\xbb\xbf":
+        return  # blank text
+    with pytest.raises(ValueError, match="the file is empty"):
+        read(str(path))
+    assert read(str(path), skip_bad=True) == ([], {"empty": 1})
 
 
 def test_reading_goes_on_after_any_document(tmp_path):

@@ -212,6 +212,8 @@ def _flat_ids(
     if pyarrow.types.is_dictionary(kind):
         column = column.dictionary_decode()
         kind = column.type
+    if str(kind) == "string_view":  # a type that pyarrow has since 16
+        column, kind = column.cast(pyarrow.large_string()), pyarrow.large_string()
     if pyarrow.types.is_null(kind):
         return np.full((len(column), feature.hashes), NONE, np.int32)
     if pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind):

@@ -1,0 +1,188 @@
+"""What records of conversations say beside the words: repeated prompts, flags, arguments.
+
+Public records say some things twice (a prompt, and answers that begin with it) and hold what a
+template takes beside the messages. What is known here is read, or refused by its name; other keys
+(`id`, `source`, scores) are of other purposes and ignored.
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+SYSTEM = ("system", "developer")
+ANSWERING = ("assistant", "tool", "function", "ipython", "environment")
+SYSTEM_KEYS = ("system", "system_prompt", "system_message")
+KWARGS = "chat_template_kwargs"
+# What templates take beside messages, as keys of a record.
+ARGUMENTS = (
+    "tools", "documents", "functions", "custom_tools", "builtin_tools", "xml_tools",
+    "python_tools", "tool_choice", "parallel_tool_calls", "enable_thinking", "thinking",
+    "reasoning", "reasoning_content", "reasoning_effort", "thinking_budget", "date_string",
+)  # fmt: skip
+# Keys of a message that say something, which a template may know or not.
+SAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+# Of a message: whether a turn of the assistant is learned.
+FLAGS = ("weight", "train", "trainable", "loss")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_MEDIA_PARTS = (*_MEDIA, "image_url", "video_url", "audio_url", "input_audio", "file")
+# What a caller of a template sets, and no record.
+_RESERVED = (
+    "messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize",
+)  # fmt: skip
+
+Messages = list[dict[str, Any]]
+
+
+def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two messages say the same, however their content is written."""
+    return all(one.get(key) == other.get(key) for key in ("role", *SAID)) and (
+        _text(one) == _text(other)
+    )
+
+
+def _text(message: Mapping[str, Any]) -> Any:
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            return content
+        content = "".join(parts)
+    return content.strip()
+
+
+def all_same(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether two lists of messages say the same."""
+    return len(one) == len(other) and all(map(same, one, other))
+
+
+def find(part: Messages, whole: Messages) -> int | None:
+    """Where messages stand among others, None where they do not."""
+    size = len(part)
+    return next((i for i in range(len(whole)) if all_same(part, whole[i : i + size])), None)
+
+
+def begins_anew(messages: Messages) -> bool:
+    """Whether messages begin with what is asked, and not with what is answered."""
+    return bool(messages) and messages[0]["role"] not in ANSWERING
+
+
+def joined(prompt: Messages, answer: Messages, names: tuple[str, str]) -> tuple[Messages, int]:
+    """A prompt and the messages behind it, and how many are the prompt's.
+
+    An answer may begin with the prompt, with its last turns, or with turns before it. Raises
+    ValueError, with the names of both fields, where it begins with another one.
+    """
+    if not prompt or not begins_anew(answer):
+        return [*prompt, *answer], len(prompt)
+    for size in range(min(len(prompt), len(answer)), 0, -1):
+        if all_same(prompt[-size:], answer[:size]):
+            return [*prompt, *answer[size:]], len(prompt)
+    if (at := find(prompt, answer)) is not None:
+        return answer, at + len(prompt)
+    asks = any(message["role"] == "user" for message in prompt)
+    if answer[0]["role"] in SYSTEM or (asks and prompt[-1]["role"] not in ANSWERING):
+        first, second = names
+        raise ValueError(
+            f"{first} and {second} contradict each other: {second} begins with another prompt: "
+            f"write the prompt once, in {first} or in {second}"
+        )
+    return [*prompt, *answer], len(prompt)
+
+
+def with_system(messages: Messages, record: Mapping[str, Any]) -> Messages:
+    """The messages behind the system prompt that a record has as a field of its own."""
+    for key in SYSTEM_KEYS:
+        if not (text := record.get(key)):
+            continue
+        if not isinstance(text, str):
+            raise ValueError(f"{key} is a {type(text).__name__}: write a string")
+        if messages[0]["role"] not in SYSTEM:
+            messages = [{"role": "system", "content": text}, *messages]
+        elif _text(messages[0]) != text.strip():
+            raise ValueError(
+                f"{key} and the first message contradict each other: write the system prompt once"
+            )
+    return messages
+
+
+def without_flags(messages: Messages) -> tuple[Messages, tuple[int, ...]]:
+    """The messages as templates take them, and the numbers of those that are not to be learned."""
+    kept, unlearned = [], []
+    for number, message in enumerate(messages):
+        where = f"message {number + 1}"
+        flags = {key: message[key] for key in FLAGS if key in message}
+        for key, value in flags.items():
+            if value not in (0, 1):  # True and False too
+                raise ValueError(
+                    f"{where} has {key}={json.dumps(value)[:80]}: a turn is learned (1, true) or "
+                    "not (0, false)"
+                )
+            if value and message["role"] != "assistant":
+                raise ValueError(
+                    f"{where} has {key}={json.dumps(value)} and the role {message['role']!r}: only "
+                    "turns of the assistant are learned: remove the key"
+                )
+        _refuse_media(where, message)
+        if not all(flags.values()):
+            unlearned.append(number)
+        kept.append({key: value for key, value in message.items() if key not in FLAGS})
+    return kept, tuple(unlearned)
+
+
+def _refuse_media(where: str, record: Mapping[str, Any]) -> None:
+    found = [key for key in _MEDIA if record.get(key)]
+    if isinstance(parts := record.get("content"), list):
+        kinds = (part.get("type") for part in parts if isinstance(part, dict))
+        found += [kind for kind in kinds if kind in _MEDIA_PARTS]
+    if found:
+        raise ValueError(f"{where} has {found[0]!r}, and text alone is read: remove the record")
+
+
+def arguments(record: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """What a record gives to a template beside messages.
+
+    known: names that the template takes. Raises ValueError for what is known and cannot be used.
+    """
+    _refuse_media("the record", record)
+    if record.get("weight") not in (None, 1):
+        raise ValueError(
+            f"weight={json.dumps(record['weight'])[:80]} of a record is not read: remove it; of a "
+            "message it says whether the turn is learned"
+        )
+    if isinstance(record.get("label"), bool):
+        raise ValueError(
+            "label says whether the answer is good, and such records are not read: keep the good "
+            "ones, without the key, or write pairs of chosen and rejected answers"
+        )
+    read = {"prompt", "completion", "chosen", "rejected", "content", "role"}
+    read |= {KWARGS, "label", "weight", *_RESERVED, *SYSTEM_KEYS}
+    found = {
+        key: value for key, value in record.items()
+        if value is not None and key not in read and (key in ARGUMENTS or key in known)
+    }  # fmt: skip
+    further = _parsed(record.get(KWARGS), KWARGS, dict) or {}
+    for key, value in further.items():
+        if key in _RESERVED:
+            raise ValueError(f"{KWARGS} has {key!r}, which llmx sets itself: remove it")
+        if key in found and found[key] != value:
+            raise ValueError(f"{key} and {KWARGS} contradict each other: write {key} once")
+        found[key] = value
+    for key in ("tools", "documents"):
+        if found.get(key) is not None:
+            found[key] = _parsed(found[key], key, list)
+    if not all(isinstance(tool, dict) for tool in found.get("tools") or ()):
+        raise ValueError("tools holds what is no object: write a list of JSON schemas")
+    return found
+
+
+def _parsed(value: Any, key: str, kind: type) -> Any:
+    """A value that may be written as JSON in a string, as tables without nested columns do."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value) if value.strip() else None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{key} is a string that is no JSON ({error})") from error
+    if value is not None and not isinstance(value, kind):
+        wanted = "a list" if kind is list else "an object"
+        raise ValueError(f"{key} is a {type(value).__name__}: write {wanted}")
+    return value

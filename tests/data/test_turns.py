@@ -1,0 +1,237 @@
+"""Records of conversations and pairs: what they say twice, and what they say beside the words."""
+
+import json
+
+import pytest
+
+from llmx.data import chat, config, dataset, pairs, tokenizers, turns
+
+TEMPLATE = (
+    "{% if tools %}[{{ tools | tojson }}]{% endif %}{% if mode is defined %}({{ mode }}){% endif %}"
+    "{% for m in messages %}{{ m.role[0] + (m.content or '') + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ m.role[0] }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + eos_token }}{% endgeneration %}{% else %}{{ m.content + eos_token }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+END = tokenizers.END_TOKENS[0]
+
+
+def talk(text: str) -> list[dict]:
+    """Messages of "u:question a:answer"."""
+    roles = {role[0]: role for role in ("system", "user", "assistant", "tool")}
+    return [{"role": roles[one[0]], "content": one[2:]} for one in text.split()]
+
+
+def rendered(record, template=TEMPLATE):
+    """The text of a record, with what is learned in <>."""
+    made = chat.Template(template, tokenizers.ByteTokenizer())
+    _, found = chat.read_record(record, made)
+    return marked(found)
+
+
+def marked(found: chat.Rendered) -> str:
+    text = found.text
+    for begin, end in reversed(found.learned):
+        text = f"{text[:begin]}<{text[begin:end]}>{text[end:]}"
+    return text.replace(END, "#")
+
+
+def both(record, template=TEMPLATE):
+    made = chat.Template(template, tokenizers.ByteTokenizer())
+    _, found = pairs.read_record(record, made)
+    return marked(found.chosen), marked(found.rejected)
+
+
+def pair(prompt, chosen, rejected, **more):
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected} | more
+
+
+ONE = ("uq#a<good#>", "uq#a<bad#>")
+LONG = ("ub#ac#uq#a<good#>", "ub#ac#uq#a<bad#>")
+
+
+@pytest.mark.parametrize(("record", "wanted"), [
+    (pair("q", "good", "bad"), ONE),
+    (pair("q", talk("a:good"), talk("a:bad")), ONE),
+    (pair("q", talk("a:good")[0], talk("a:bad")[0]), ONE),
+    (pair("q", talk("u:q a:good"), talk("u:q a:bad")), ONE),
+    (pair(" q\n", talk("u:q a:good"), talk("u:q a:bad")), ("u q\n#a<good#>", "u q\n#a<bad#>")),
+    (pair("q", talk("u:q a:good"), "bad"), ONE),
+    (pair(talk("u:q"), talk("u:q a:good"), talk("a:bad")), ONE),
+    (pair([{"role": "user", "content": "q", "name": None}], talk("u:q a:good"), "bad"), ONE),
+    ({"chosen": talk("u:q a:good"), "rejected": talk("u:q a:bad")}, ONE),
+    (pair(None, talk("u:q a:good"), talk("u:q a:bad")), ONE),
+    (pair([], talk("u:q a:good"), talk("u:q a:bad")), ONE),
+    # Longer prompts: repeated whole, in part, and with what stands before.
+    (pair(talk("u:b a:c u:q"), "good", "bad"), LONG),
+    (pair(talk("u:b a:c u:q"), talk("u:b a:c u:q a:good"), talk("u:b a:c u:q a:bad")), LONG),
+    (pair(talk("u:b a:c u:q"), talk("u:q a:good"), talk("u:q a:bad")), LONG),
+    (pair("q", talk("u:b a:c u:q a:good"), talk("u:b a:c u:q a:bad")), LONG),
+    (pair(talk("u:b a:c"), talk("u:q a:good"), talk("u:q a:bad")),
+     ("ub#ac#uq#a<good#>", "ub#ac#uq#a<bad#>")),
+    (pair("q", talk("s:s u:q a:good"), talk("s:s u:q a:bad")), ("ss#uq#a<good#>", "ss#uq#a<bad#>")),
+    (pair(talk("s:s u:q"), talk("u:q a:good"), talk("u:q a:bad")),
+     ("ss#uq#a<good#>", "ss#uq#a<bad#>")),
+    (pair(talk("s:s"), talk("u:q a:good"), talk("u:q a:bad")),
+     ("ss#uq#a<good#>", "ss#uq#a<bad#>")),
+    (pair(talk("u:q a:q"), talk("u:q a:good"), talk("u:q a:bad")),
+     ("uq#aq#uq#a<good#>", "uq#aq#uq#a<bad#>")),
+    (pair("q", "good", "bad", system="s"), ("ss#uq#a<good#>", "ss#uq#a<bad#>")),
+    # Other fields of public records: the chosen conversation once more, scores, ids.
+    (pair("q", talk("u:q a:good"), talk("u:q a:bad"), messages=talk("u:q a:good"),
+          score_chosen=9.5, prompt_id="x", source="y"), ONE),
+    ({"messages": talk("u:q"), "chosen": talk("a:good")[0], "rejected": "bad"}, ONE),
+    (pair("q", "good", "bad", tools='[{"n": 1}]', chat_template_kwargs={"mode": "high"}),
+     ('[[{"n": 1}]](high)uq#a<good#>', '[[{"n": 1}]](high)uq#a<bad#>')),
+])  # fmt: skip
+def test_a_pair_is_what_its_forms_say(record, wanted):
+    assert both(record) == wanted
+
+
+def test_parts_of_text_say_the_same_as_the_text():
+    parts = {"role": "user", "content": [{"type": "text", "text": "q"}]}
+    assert turns.same(parts, talk("u:q")[0]) and not turns.same(parts, talk("u:other")[0])
+    assert not turns.same(parts, talk("a:q")[0])
+
+
+@pytest.mark.parametrize(("record", "said"), [
+    (pair("q", talk("u:other a:good"), talk("u:q a:bad")), "prompt and chosen contradict"),
+    (pair("q", talk("u:q a:good"), talk("u:other a:bad")), "prompt and rejected contradict"),
+    (pair(talk("s:s u:q"), talk("s:other u:q a:good"), "bad"), "prompt and chosen contradict"),
+    (pair("q", talk("s:s u:q a:good"), talk("u:q a:bad")), "answer different prompts"),
+    (pair("q", "good", "bad", messages=talk("u:other a:good")), "messages is neither"),
+    (pair(talk("s:s u:q"), "good", "bad", system="t"), "system and the first message contradict"),
+    (pair("q", "good", "bad", images=["x.png"]), "has 'images', and text alone is read"),
+    ({"chosen": "a", "rejected": talk("a:b")}, "are lists of messages: add a prompt"),
+])  # fmt: skip
+def test_pairs_that_contradict_themselves(record, said):
+    with pytest.raises(ValueError, match=said):
+        both(record)
+
+
+TOOL = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(("record", "wanted"), [
+    ({"prompt": "q", "completion": talk("u:q a:good")}, "uq#a<good#>"),
+    ({"prompt": talk("u:b a:c u:q"), "completion": talk("u:q a:good")}, "ub#ac#uq#a<good#>"),
+    ({"prompt": "q", "messages": talk("u:q a:good")}, "uq#a<good#>"),
+    ({"prompt": "q", "messages": talk("u:b a:c u:q a:good")}, "ub#a<c#>uq#a<good#>"),
+    ({"prompt": talk("u:b a:c u:q"), "messages": talk("u:b a:c u:q a:good")}, "ub#ac#uq#a<good#>"),
+    ({"prompt": "q", "completion": "good", "messages": talk("u:q a:good")}, "uq#a<good#>"),
+    ({"messages": talk("u:q a:good"), "system": "s", "id": 3, "source": "x", "score": 0.5},
+     "ss#uq#a<good#>"),
+    ({"messages": talk("s:s u:q a:good"), "system": "s"}, "ss#uq#a<good#>"),
+    ({"prompt": talk("u:b a:c u:q"), "completion": "good", "system_prompt": "s"},
+     "ss#ub#ac#uq#a<good#>"),
+    ({"messages": talk("u:q a:good"), "system": "", "tools": None, "images": []}, "uq#a<good#>"),
+    # What a template takes.
+    ({"messages": talk("u:q a:good"), "tools": TOOL}, f"[{json.dumps(TOOL)}]uq#a<good#>"),
+    ({"messages": talk("u:q a:good"), "tools": json.dumps(TOOL)},
+     f"[{json.dumps(TOOL)}]uq#a<good#>"),
+    ({"messages": talk("u:q a:good"), "mode": "high"}, "(high)uq#a<good#>"),
+    ({"messages": talk("u:q a:good"), "chat_template_kwargs": '{"mode": "endo"}'},
+     "(endo)uq#a<good#>"),
+    ({"messages": talk("u:q a:good"), "enable_thinking": False}, "uq#a<good#>"),
+    # Turns that are not learned.
+    ({"messages": [*talk("u:b"), {"role": "assistant", "content": "c", "weight": 0},
+                   *talk("u:q a:good")]}, "ub#ac#uq#a<good#>"),
+    ({"messages": [*talk("u:b"), {"role": "assistant", "content": "c", "train": True},
+                   {"role": "user", "content": "q", "train": False}, *talk("a:good")],
+      "system": "s"},
+     "ss#ub#a<c#>uq#a<good#>"),
+])  # fmt: skip
+def test_a_conversation_is_what_its_record_says(record, wanted):
+    assert rendered(record) == wanted
+
+
+@pytest.mark.parametrize("more", [{"tools": TOOL}, {"chat_template_kwargs": {"mode": "high"}}])
+def test_a_template_that_would_leave_something_out(more):
+    with pytest.raises(ValueError, match=r"the record has '\w+', which the chat template does not"):
+        rendered({"messages": talk("u:q a:good")} | more, MARKED)
+
+
+def test_turns_that_are_not_learned_beside_generation():
+    record = {"messages": talk("u:1 a:2 u:3 a:4 u:5 a:6")}
+    assert rendered(record, MARKED) == "u1#a<2#>u3#a<4#>u5#a<6#>"
+    record["messages"][3]["weight"] = 0
+    assert rendered(record, MARKED) == "u1#a<2#>u3#a4#u5#a<6#>"
+    record = {"prompt": record["messages"][:2], "completion": record["messages"][2:]}
+    assert rendered(record, MARKED) == "u1#a2#u3#a4#u5#a<6#>"
+
+
+def message(**more):
+    return {"messages": [*talk("u:q"), {"role": "assistant", "content": "good"} | more]}
+
+
+@pytest.mark.parametrize(("record", "said"), [
+    ({"prompt": "other", "messages": talk("u:q a:good")}, "prompt and messages contradict"),
+    ({"completion": "other", "messages": talk("u:q a:good")}, "completion and messages contradict"),
+    ({"prompt": "q", "completion": talk("u:other a:good")}, "prompt and completion contradict"),
+    ({"messages": talk("s:s u:q a:good"), "system": "t"}, "system and the first message"),
+    ({"messages": talk("u:q a:good"), "system": ["t"]}, "system is a list"),
+    (message(weight=0), "no turn of the assistant, so that nothing is learned"),
+    (message(weight=0.5), r"message 2 has weight=0.5: a turn is learned \(1, true\) or not"),
+    (message(train="no"), 'message 2 has train="no"'),
+    ({"messages": [{"role": "user", "content": "q", "weight": 1}, *talk("a:good")]},
+     "message 1 has weight=1 and the role 'user': only turns of the assistant"),
+    (message(images=["x"]), "message 2 has 'images', and text alone is read"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}, *talk("a:good")]},
+     "message 1 has 'image', and text alone is read"),
+    (message(tool_calls=[{"name": "f"}]), "has 'tool_calls', which the chat template does not"),
+    (message(reasoning_content="why"), "has 'reasoning_content', which the chat template does not"),
+    (message() | {"images": ["x"]}, "the record has 'images'"),
+    (message() | {"documents": [{"text": "d"}]}, "has 'documents', which the chat template does"),
+    (message() | {"enable_thinking": True}, "has 'enable_thinking', which the chat template does"),
+    (message() | {"chat_template_kwargs": {"effort": 1}}, "has 'effort', which the chat template"),
+    (message() | {"chat_template_kwargs": {"messages": []}}, "has 'messages', which llmx sets"),
+    (message() | {"chat_template_kwargs": {"eos_token": "x"}}, "eos_token is the tokenizer's"),
+    (message() | {"chat_template_kwargs": {"mode": 1}, "mode": 2}, "mode and chat_template_kwargs"),
+    (message() | {"tools": "f"}, "tools is a string that is no JSON"),
+    (message() | {"tools": {"f": 1}}, "tools is a dict: write a list"),
+    (message() | {"tools": ["f"]}, "tools holds what is no object"),
+    (message() | {"weight": 0.5}, "weight=0.5 of a record is not read"),
+    ({"prompt": "q", "completion": "good", "label": False}, "label says whether the answer"),
+])  # fmt: skip
+def test_what_cannot_be_used_is_refused_by_name(record, said):
+    with pytest.raises(ValueError, match=said):
+        rendered(record)
+
+
+def test_a_refusal_names_the_line(tmp_path):
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    lines = [message(), message() | {"images": ["x"]}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    values = config.DataConfig(
+        sources=(str(tmp_path / "a.jsonl"),), chat_template=str(tmp_path / "t.jinja"),
+        format="chat", cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"a\.jsonl: line 2: the record has 'images'"):
+        dataset.open_dataset(values, sequence_length=8, seed=0, log=lambda line: None)
+
+
+def test_a_record_cannot_write_a_special_token():
+    """Neither in tools nor in other arguments."""
+    made = chat.Template(TEMPLATE, tokenizers.ByteTokenizer())
+    record = message() | {"tools": [{"name": END}], "mode": END}
+    _, found = chat.read_record(record, made)
+    assert found.text.count(END) == 4 and len(found.special) == 2
+    _, other = chat.read_record(message() | {"tools": [{"name": "x"}], "mode": "y"}, made)
+    assert len(other.special) == 2
+
+
+def test_tools_reach_the_template_as_with_transformers(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from support import small_tokenizers
+
+    folder = small_tokenizers.write(tmp_path, "byte_level", chat_template_jinja=TEMPLATE)
+    theirs, ours = (
+        transformers.AutoTokenizer.from_pretrained(folder), tokenizers.load(folder)
+    )  # fmt: skip
+    record = message() | {"tools": TOOL, "chat_template_kwargs": {"mode": "high"}}
+    _, found = chat.read_record(record, chat.template_of(ours))
+    want = theirs.apply_chat_template(record["messages"], tools=TOOL, mode="high")["input_ids"]
+    assert chat.encode(ours, found)[0].tolist() == want
