@@ -56,9 +56,10 @@ class DataConfig:
     # Check the checksum of every shard at start, also of sets too large to be checked by default.
     verify: bool = False
     # Threads that prepare batches; the order does not depend on it. 0 = none.
-    num_threads: int = _within(1, 0, 64)
-    prefetch: int = _within(4, 0, 1024)  # Batches prepared ahead of the step
-    cache_dir: str = ""  # Where token shards made from text are kept; "" = ~/.cache/llmx/data
+    num_threads: int = _within(1, 0, 64, of="machine")
+    prefetch: int = _within(4, 0, 1024, of="machine")  # Batches prepared ahead of the step
+    # Where token shards made from text are kept; "" = ~/.cache/llmx/data
+    cache_dir: str = dataclasses.field(default="", metadata={"of": "machine"})
 
 
 def problems(config: DataConfig) -> list[str]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from llmx.runtime.bounds import bounded, choice
+from llmx.runtime.bounds import MACHINE, bounded, choice, plain
 
 
 @dataclasses.dataclass
@@ -44,7 +44,8 @@ class SyncConfig:
     # local_sgd, diloco: groups of replicas that are runs of their own; a round is of all of them
     groups: int = bounded(1, at_least=1, at_most=9999)
     group: int = bounded(0, at_least=0)  # of several groups, the number of this one
-    exchange: str = ""  # of several groups, the folder or URL in which they meet
+    # of several groups, the folder or URL in which they meet
+    exchange: str = plain("", of=MACHINE)
     # of several groups: how long one that has ended its round waits for the others
     round_seconds: float = bounded(600.0, above=0, at_most=3000)
     staleness: int = bounded(2, at_least=0)  # stale: steps that a gradient may come late; 0 = none
