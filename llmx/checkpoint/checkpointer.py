@@ -46,7 +46,9 @@ class CheckpointConfig:
     # copy of another host's; "" = off
     local_directory: str = plain("", of=MACHINE)
     # steps between these local checkpoints
-    local_every: int = bounded(10, at_least=1, of=MACHINE)
+    local_every: int = bounded(
+        10, at_least=1, of=MACHINE, needs={"checkpoint.local_directory": {"not": ("",)}}
+    )
     # seconds from SIGTERM until the process ends, saved or not; Kubernetes allows 30 by default
     grace_seconds: float = bounded(25.0, above=0, at_most=1e8, of=MACHINE)
 

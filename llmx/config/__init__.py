@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llmx.checkpoint.checkpointer import CheckpointConfig
-from llmx.config import value_types
+from llmx.config import effects, value_types
 from llmx.data import remote
 from llmx.data.config import DataConfig
 from llmx.model import families, precision
@@ -85,7 +85,8 @@ class ProfileConfig:
     """A window of steps that jax.profiler records into WORKDIR/profile."""
 
     first_step: int = bounded(0, at_least=0)  # 0 = no profile
-    num_steps: int = bounded(3, at_least=1)  # steps in the window
+    # steps in the window
+    num_steps: int = bounded(3, at_least=1, needs={"profile.first_step": {"not": (0,)}})
 
 
 @dataclasses.dataclass
@@ -100,7 +101,7 @@ class Config:
     # of start_from's layers, those that the model begins with, in this order: (0, 2, 5); () = all
     start_from_layers: tuple[int, ...] = ()
     # fields of `model` that may differ from start_from's: ("rope_theta",)
-    start_changes: tuple[str, ...] = ()
+    start_changes: tuple[str, ...] = plain((), needs={"start_from": {"not": ("",)}})
     # go back to this checkpoint; newer ones are renamed <step>.replaced. -1 = the newest
     resume_step: int = bounded(-1, at_least=-1, remedy="-1 resumes from the newest")
     seed: int = bounded(0, at_least=0, at_most=2**32 - 1)  # of parameters and data order
@@ -141,7 +142,7 @@ class Config:
     sample: SampleConfig = section_of(SampleConfig, of=RUN)
     profile: ProfileConfig = section_of(ProfileConfig, of=RUN)
     launch: LaunchConfig = section_of(LaunchConfig, of=MACHINE)
-    watchdog: WatchdogConfig = section_of(WatchdogConfig, of=MACHINE)
+    watchdog: WatchdogConfig = section_of(WatchdogConfig, of=MACHINE, needs={"a watchdog": True})
 
 
 def default() -> Config:
@@ -300,7 +301,7 @@ def load_run_with_tables(workdir: str) -> Config:
 def read_saved(path: str | pathlib.Path) -> Config:
     """The resolved config in a run's config.json, with the settings of this machine in the place of
     those of the machine that it was written on. Raises ValueError where it is damaged."""
-    return of_here(read_written(path), pathlib.Path(path).parent)
+    return effects.without_idle(of_here(read_written(path), pathlib.Path(path).parent))
 
 
 def of_here(written: Config, workdir: pathlib.Path) -> Config:

@@ -38,7 +38,7 @@ def bounded(
       at_least, above, at_most, below: lower and upper bound, itself allowed or not.
       unless: one value that is allowed outside the bounds.
       remedy: what to use instead, appended to the error.
-      rules: other metadata, as `of`.
+      rules: other metadata: `of`, and `needs` (see `config.effects`).
     """
     bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
     limits = {name: limit for name, limit in bounds.items() if limit is not None}
@@ -58,9 +58,9 @@ def plain(default: Any, **rules: Any) -> Any:
     return dataclasses.field(default=default, metadata=rules)
 
 
-def section_of(kind: type, *, of: str) -> Any:
+def section_of(kind: type, *, of: str, **rules: Any) -> Any:
     """A section of a config, whose keys are `of` the run or the machine, unless they say so."""
-    return dataclasses.field(default_factory=kind, metadata={"of": of})
+    return dataclasses.field(default_factory=kind, metadata={"of": of, **rules})
 
 
 def problems(section: Any, prefix: str) -> list[str]:
