@@ -257,8 +257,7 @@ def _settings(args: argparse.Namespace, config: config_lib.Config, room: int) ->
 def _restore(args: argparse.Namespace, config: config_lib.Config) -> tuple[Any, Any, Execution]:
     """What `sampling` takes: the decoder, its parameters, and how it is executed."""
     # This process alone, on the best device here, wherever the run was trained.
-    alone = launch.LaunchConfig(coordinator="none", compile_cache=config.launch.compile_cache)
-    launch.start(alone)
+    launch.start(launch.LaunchConfig(coordinator="none"))
     if args.kv_cache:
         config.sample.kv_cache = cache.INT8 if args.kv_cache == cache.INT8 else ""
     recipe = _make_recipe(config, tensor=args.tensor, fsdp=args.fsdp)

@@ -14,6 +14,7 @@ import sys
 import typing
 
 from llmx import config
+from llmx.runtime import bounds
 
 PAGE = pathlib.Path(__file__).parent.parent / "docs" / "configuration.md"
 BEGIN, END = "<!-- keys: written by scripts/config_table.py -->", "<!-- end of keys -->"
@@ -38,6 +39,7 @@ def comments(kind: type) -> dict[str, str]:
 def table(kind: type, title: str, prefix: str = "") -> list[str]:
     """Markdown of one section and those inside it."""
     hints, notes, defaults = typing.get_type_hints(kind), comments(kind), kind()
+    owners = config.owners()
     lines = [f"### {title}", "", inspect.getdoc(kind).splitlines()[0], ""]
     lines += ["| key | default | meaning |", "| --- | --- | --- |"]
     inner = []
@@ -48,6 +50,8 @@ def table(kind: type, title: str, prefix: str = "") -> list[str]:
         else:
             value = repr(vars(defaults)[field.name])
             note = notes[field.name].replace("|", "\\|")
+            if owners[prefix + field.name] == bounds.MACHINE:
+                note += " (machine)"
             lines.append(f"| `{prefix}{field.name}` | `{value}` | {note} |")
     return lines + inner
 

@@ -25,7 +25,7 @@ from llmx.checkpoint.manifest import Corrupt, Document, Mismatch, Unreadable
 from llmx.checkpoint.restore import Reader, Restored
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
 from llmx.runtime import bounds, exits
-from llmx.runtime.bounds import bounded, choice
+from llmx.runtime.bounds import MACHINE, bounded, choice, plain
 
 WAIT_SECONDS = 60.0  # that a step waits for the save before its own
 
@@ -46,11 +46,13 @@ class CheckpointConfig:
     on_corruption: str = choice("stop", ("stop", "restore"))
     # a local disk, or /dev/shm for memory: each process also writes its shards here, and holds a
     # copy of another host's; "" = off
-    local_directory: str = ""
+    local_directory: str = plain("", of=MACHINE)
     # steps between these local checkpoints
-    local_every: int = bounded(10, at_least=1)
+    local_every: int = bounded(
+        10, at_least=1, of=MACHINE, needs={"checkpoint.local_directory": {"not": ("",)}}
+    )
     # seconds from SIGTERM until the process ends, saved or not; Kubernetes allows 30 by default
-    grace_seconds: float = bounded(25.0, above=0, at_most=1e8)
+    grace_seconds: float = bounded(25.0, above=0, at_most=1e8, of=MACHINE)
 
 
 def problems(config: CheckpointConfig) -> list[str]:

@@ -50,7 +50,7 @@ def opened(workdir: str, *, step: int | None = None) -> Opened:
     """The run of a work directory. Raises ValueError where it has no checkpoint, or its model does
     not fit the devices."""
     run = config_lib.load_run(workdir)
-    launch.start(launch.elsewhere(run.launch))
+    launch.start(launch.LaunchConfig())
     run = saved_run.config_of(run, workdir, own_data=True)
     run.quantization = QuantizationConfig()  # as `written` leaves it: no ranges beside weights
     recipe = recipe_lib.make_recipe(run)

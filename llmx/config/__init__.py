@@ -5,6 +5,7 @@ overrides (`--config.batch.size=64`); `llmx.config.checks.resolve` reports all p
 error, before anything is allocated or compiled; `llmx.config.recipe` turns it into a program.
 """
 
+import copy
 import dataclasses
 import difflib
 import json
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from llmx.checkpoint.checkpointer import CheckpointConfig
-from llmx.config import value_types
+from llmx.config import effects, value_types
 from llmx.data import remote
 from llmx.data.config import DataConfig
 from llmx.model import families, precision
@@ -32,7 +33,7 @@ from llmx.model.quantized import ProductsConfig
 from llmx.model.remat import OffloadConfig
 from llmx.pipeline.schedules import PipelineConfig
 from llmx.runtime import bounds
-from llmx.runtime.bounds import bounded, choice
+from llmx.runtime.bounds import MACHINE, RUN, bounded, choice, plain, section_of
 from llmx.runtime.divergence import RollbackConfig
 from llmx.runtime.launch import LaunchConfig
 from llmx.runtime.metrics import MetricsConfig
@@ -84,21 +85,23 @@ class ProfileConfig:
     """A window of steps that jax.profiler records into WORKDIR/profile."""
 
     first_step: int = bounded(0, at_least=0)  # 0 = no profile
-    num_steps: int = bounded(3, at_least=1)  # steps in the window
+    # steps in the window
+    num_steps: int = bounded(3, at_least=1, needs={"profile.first_step": {"not": (0,)}})
 
 
 @dataclasses.dataclass
 class Config:
     """One run."""
 
-    workdir: str = ""  # everything that the run writes; "" = runs/<name of the config file>
+    # everything that the run writes; "" = runs/<name of the config file>
+    workdir: str = plain("", of=MACHINE)
     # a new run begins with these parameters: "WORKDIR", "WORKDIR@STEP", or a Hugging Face
     # directory, each local or a URL; with sparse tables a local folder of llmx.tables export
     start_from: str = ""
     # of start_from's layers, those that the model begins with, in this order: (0, 2, 5); () = all
     start_from_layers: tuple[int, ...] = ()
     # fields of `model` that may differ from start_from's: ("rope_theta",)
-    start_changes: tuple[str, ...] = ()
+    start_changes: tuple[str, ...] = plain((), needs={"start_from": {"not": ("",)}})
     # go back to this checkpoint; newer ones are renamed <step>.replaced. -1 = the newest
     resume_step: int = bounded(-1, at_least=-1, remedy="-1 resumes from the newest")
     seed: int = bounded(0, at_least=0, at_most=2**32 - 1)  # of parameters and data order
@@ -110,36 +113,36 @@ class Config:
     remat: str = "none"
     # with remat="budget": GiB that a device may hold at most; 0 = nearly all that it has
     memory_budget: float = bounded(0.0, at_least=0, at_most=1e6)
-    offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
-    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
-    adapters: AdaptersConfig = dataclasses.field(default_factory=AdaptersConfig)
-    packed: PackedConfig = dataclasses.field(default_factory=PackedConfig)
-    batch: BatchConfig = dataclasses.field(default_factory=BatchConfig)
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    sharding: ShardingConfig = dataclasses.field(default_factory=ShardingConfig)
-    pipeline: PipelineConfig = dataclasses.field(default_factory=PipelineConfig)
-    sync: SyncConfig = dataclasses.field(default_factory=SyncConfig)
-    attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
-    experts: ExpertsConfig = dataclasses.field(default_factory=ExpertsConfig)
-    products: ProductsConfig = dataclasses.field(default_factory=ProductsConfig)
-    quantization: QuantizationConfig = dataclasses.field(default_factory=QuantizationConfig)
-    tables: TablesConfig = dataclasses.field(default_factory=TablesConfig)
-    loss: LossConfig = dataclasses.field(default_factory=LossConfig)
-    preference: PreferenceConfig = dataclasses.field(default_factory=PreferenceConfig)
-    distillation: DistillationConfig = dataclasses.field(default_factory=DistillationConfig)
-    loss_scale: LossScaleConfig = dataclasses.field(default_factory=LossScaleConfig)
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-    pruning: PruningConfig = dataclasses.field(default_factory=PruningConfig)
-    guard: GuardConfig = dataclasses.field(default_factory=GuardConfig)
-    rollback: RollbackConfig = dataclasses.field(default_factory=RollbackConfig)
-    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
-    evaluation: EvaluationConfig = dataclasses.field(default_factory=EvaluationConfig)
-    metrics: MetricsConfig = dataclasses.field(default_factory=MetricsConfig)
-    sample: SampleConfig = dataclasses.field(default_factory=SampleConfig)
-    profile: ProfileConfig = dataclasses.field(default_factory=ProfileConfig)
-    launch: LaunchConfig = dataclasses.field(default_factory=LaunchConfig)
-    watchdog: WatchdogConfig = dataclasses.field(default_factory=WatchdogConfig)
+    offload: OffloadConfig = section_of(OffloadConfig, of=RUN)
+    model: ModelConfig = section_of(ModelConfig, of=RUN)
+    adapters: AdaptersConfig = section_of(AdaptersConfig, of=RUN)
+    packed: PackedConfig = section_of(PackedConfig, of=RUN)
+    batch: BatchConfig = section_of(BatchConfig, of=RUN)
+    data: DataConfig = section_of(DataConfig, of=RUN)
+    mesh: MeshConfig = section_of(MeshConfig, of=RUN)
+    sharding: ShardingConfig = section_of(ShardingConfig, of=RUN)
+    pipeline: PipelineConfig = section_of(PipelineConfig, of=RUN)
+    sync: SyncConfig = section_of(SyncConfig, of=RUN)
+    attention: AttentionConfig = section_of(AttentionConfig, of=RUN)
+    experts: ExpertsConfig = section_of(ExpertsConfig, of=RUN)
+    products: ProductsConfig = section_of(ProductsConfig, of=RUN)
+    quantization: QuantizationConfig = section_of(QuantizationConfig, of=RUN)
+    tables: TablesConfig = section_of(TablesConfig, of=RUN)
+    loss: LossConfig = section_of(LossConfig, of=RUN)
+    preference: PreferenceConfig = section_of(PreferenceConfig, of=RUN)
+    distillation: DistillationConfig = section_of(DistillationConfig, of=RUN)
+    loss_scale: LossScaleConfig = section_of(LossScaleConfig, of=RUN)
+    optimizer: OptimizerConfig = section_of(OptimizerConfig, of=RUN)
+    pruning: PruningConfig = section_of(PruningConfig, of=RUN)
+    guard: GuardConfig = section_of(GuardConfig, of=RUN)
+    rollback: RollbackConfig = section_of(RollbackConfig, of=RUN)
+    checkpoint: CheckpointConfig = section_of(CheckpointConfig, of=RUN)
+    evaluation: EvaluationConfig = section_of(EvaluationConfig, of=RUN)
+    metrics: MetricsConfig = section_of(MetricsConfig, of=RUN)
+    sample: SampleConfig = section_of(SampleConfig, of=RUN)
+    profile: ProfileConfig = section_of(ProfileConfig, of=RUN)
+    launch: LaunchConfig = section_of(LaunchConfig, of=MACHINE)
+    watchdog: WatchdogConfig = section_of(WatchdogConfig, of=MACHINE, needs={"a watchdog": True})
 
 
 def default() -> Config:
@@ -164,6 +167,15 @@ def leaf_types(kind: type, prefix: str = "") -> dict[str, Any]:
             found |= leaf_types(hint, f"{prefix}{name}.")
         else:
             found[prefix + name] = hint
+    return found
+
+
+def owners(kind: type = Config, prefix: str = "", of: str = RUN) -> dict[str, str]:
+    """Of each key, as "batch.size", whether it is the run's or the machine's: RUN or MACHINE."""
+    found, hints = {}, typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        hint, key, its = hints[field.name], prefix + field.name, field.metadata.get("of", of)
+        found |= owners(hint, f"{key}.", its) if dataclasses.is_dataclass(hint) else {key: its}
     return found
 
 
@@ -287,7 +299,28 @@ def load_run_with_tables(workdir: str) -> Config:
 
 
 def read_saved(path: str | pathlib.Path) -> Config:
-    """The resolved config in a run's config.json. Raises ValueError where it is damaged."""
+    """The resolved config in a run's config.json, with the settings of this machine in the place of
+    those of the machine that it was written on. Raises ValueError where it is damaged."""
+    return effects.without_idle(of_here(read_written(path), pathlib.Path(path).parent))
+
+
+def of_here(written: Config, workdir: pathlib.Path) -> Config:
+    """A copy of a config that is read, with this machine's own settings: a work directory may come
+    from somebody else, and says nothing of what is loaded, written or asked here."""
+    config, default = copy.deepcopy(written), Config()
+    for key in machine_keys():
+        set_value(config, key, get_value(default, key))
+    config.workdir = str(workdir)
+    return config
+
+
+def machine_keys() -> list[str]:
+    """The keys whose values are settings of a machine."""
+    return [key for key, of in owners().items() if of == MACHINE]
+
+
+def read_written(path: str | pathlib.Path) -> Config:
+    """The config in a run's config.json as it was written. Raises ValueError where damaged."""
     try:
         values = json.loads(pathlib.Path(path).read_bytes().decode())
         if not isinstance(values, dict):

@@ -15,6 +15,7 @@ from llmx.config import (
     ConfigError,
     adapter_checks,
     distillation_checks,
+    effects,
     expert_checks,
     head_checks,
     own_checks,
@@ -79,6 +80,7 @@ def resolve(
     for checks in of_decoder if config.model.is_decoder else (own_checks,):
         found += checks.problems(config)
     found += [*table_checks.problems(config), *preference_checks.problems(config)]
+    found += effects.problems(config, found)
     if found:
         raise ConfigError(found)
     return config

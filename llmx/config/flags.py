@@ -5,11 +5,12 @@ import functools
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from llmx import config as config_lib
 from llmx.config import Config, ConfigError, value_types
 from llmx.data import json_files
+from llmx.runtime import launch
 
 
 def parser(module: str, description: str) -> argparse.ArgumentParser:
@@ -82,7 +83,6 @@ def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
         values = absl.flags.FlagValues()
         argv = ["llmx", *arguments]
         if kind == ".json":
-            # With its work directory: the run goes on there, unless --workdir names another.
             saved = config_lib.read_saved(file)
             define = functools.partial(config_flags.DEFINE_config_dataclass, "config", saved)
         else:
@@ -114,6 +114,11 @@ def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
     if not isinstance(config, Config):
         given = type(config).__name__
         raise ConfigError([f"{path}: get_config() returns {given}; return an llmx.config.Config"])
+    if kind == ".json" and (left := _left_out(config, config_lib.read_written(file), overrides)):
+        launch.note(
+            f"{path} is of another start, whose settings of the machine are not taken: "
+            f"{', '.join(left)}; give as --config.KEY=VALUE what is to hold here"
+        )
     kinds, problems = config_lib.leaf_types(Config), []
     for key, text in overrides.items():
         if key not in kinds:
@@ -138,3 +143,13 @@ def _renamed(family: str, made: str, path: str) -> str:
         f"model.family={family!r} changes the name alone of a model that {path} makes as {made!r}: "
         f"use families.preset({family!r}, ...) in a config file, which also sets what that has"
     )
+
+
+def _left_out(config: Config, written: Config, overrides: Mapping[str, str]) -> list[str]:
+    """KEY=VALUE of the settings of a machine in a run's config.json that are other ones here."""
+    return [
+        f"{key}={json_files.shown(value)}"
+        for key in config_lib.machine_keys()
+        if key != "workdir" and key not in overrides
+        and (value := config_lib.get_value(written, key)) != config_lib.get_value(config, key)
+    ]  # fmt: skip

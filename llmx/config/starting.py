@@ -8,7 +8,7 @@ import pathlib
 
 from llmx import config as config_lib
 from llmx.checkpoint import identity
-from llmx.config import Config
+from llmx.config import Config, effects
 from llmx.data import remote, sources, tokenizers, transient
 from llmx.model import chosen_layers
 from llmx.model.families import ModelConfig
@@ -117,7 +117,9 @@ def adopted(config: Config) -> Config:
                 "data.tokenizer='auto' would choose another tokenizer than its model was trained "
                 "with: set data.tokenizer to that one"
             )
-    return dataclasses.replace(config, **changes)
+    # A checkpoint may name what has no effect: nobody has set that here.
+    changed = dataclasses.replace(config, **changes)
+    return effects.without_idle(changed, "model.") if takes_model else changed
 
 
 def _readable(option: str, named: str) -> tuple[str, bool]:

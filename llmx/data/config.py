@@ -25,6 +25,14 @@ def _within(default: float, low: float, high: float, **rules: Any) -> Any:
     return dataclasses.field(default=default, metadata={"limits": limits, **rules})
 
 
+def _needing(default: Any, needs: dict) -> Any:
+    """A field that has an effect beside some values of other keys."""
+    return dataclasses.field(default=default, metadata={"needs": needs})
+
+
+_OF_TEXT, _OF_TOKENS = {"data.format": ("text",)}, {"data.format": TEXT_FORMATS}
+
+
 @dataclasses.dataclass
 class DataConfig:
     """What to train on, how it becomes tokens, and how rows are cut from it."""
@@ -40,25 +48,33 @@ class DataConfig:
         0, tokenizers.MIN_TRAINED_SIZE, tokenizers.MAX_TRAINED_SIZE, unless=0,
         remedy="256 bytes and the end-of-document token are the least; 0 trains none",
     )  # fmt: skip
-    text_key: str = "text"  # Key of a JSONL record, column of a table or feature with the text
+    # Key of a JSONL record, column of a table or feature with the text
+    text_key: str = _needing("text", _OF_TEXT)
     # "text", or "chat": JSONL of conversations, of which the assistant's turns are learned, or
     # "preference": JSONL of pairs, of which one answer is to be preferred; or "records": a label,
     # numbers and ids, for models of clicks
     format: str = dataclasses.field(default="text", metadata={"choices": FORMATS})
-    chat_template: str = ""  # Jinja file that renders conversations; "" = the tokenizer's own
-    records: RecordsConfig = dataclasses.field(default_factory=RecordsConfig)
-    bos: bool = True  # Begin documents with the start token, where the tokenizer adds one itself
+    # Jinja file that renders conversations; "" = the tokenizer's own
+    chat_template: str = _needing("", {"data.format": TEXT_FORMATS[1:]})
+    records: RecordsConfig = dataclasses.field(
+        default_factory=RecordsConfig, metadata={"needs": {"data.format": (RECORDS,)}}
+    )
+    # Begin documents with the start token, where the tokenizer adds one itself
+    bos: bool = _needing(True, _OF_TOKENS)
     held_out: float = _within(0.05, 0, 0.5)  # Share of each source kept for evaluation; 0 = none
     shuffle: bool = True  # Visit the windows of every epoch in a new pseudo-random order
-    pack: bool = True  # Fill rows with several documents; otherwise each row is of one document
+    # Fill rows with several documents; otherwise each row is of one document
+    pack: bool = _needing(True, _OF_TOKENS)
     # Leave out empty or unreadable files and records (counted in the log) instead of an error.
     skip_bad: bool = False
     # Check the checksum of every shard at start, also of sets too large to be checked by default.
     verify: bool = False
     # Threads that prepare batches; the order does not depend on it. 0 = none.
-    num_threads: int = _within(1, 0, 64)
-    prefetch: int = _within(4, 0, 1024)  # Batches prepared ahead of the step
-    cache_dir: str = ""  # Where token shards made from text are kept; "" = ~/.cache/llmx/data
+    num_threads: int = _within(1, 0, 64, of="machine", needs={"data.prefetch": {"not": (0,)}})
+    # Batches prepared ahead of the step
+    prefetch: int = _within(4, 0, 1024, of="machine", needs={"data.num_threads": {"not": (0,)}})
+    # Where token shards made from text are kept; "" = ~/.cache/llmx/data
+    cache_dir: str = dataclasses.field(default="", metadata={"of": "machine"})
 
 
 def problems(config: DataConfig) -> list[str]:

@@ -83,7 +83,7 @@ def _evaluate(args: argparse.Namespace) -> tuple[int, dict[str, float], str]:
     else:
         run = config.load_run_with_tables(args.workdir)
     tokenizers.require(args.workdir)
-    launch.start(launch.elsewhere(run.launch))
+    launch.start(launch.LaunchConfig())
     own_data = not (args.data or args.choices)
     run = saved_run.config_of(run, args.workdir, sources=args.data, own_data=own_data)
     of = _of_choices if args.choices else _of_text

@@ -72,9 +72,7 @@ class LlmxLM(TemplateLM):
             workdir = mirror.reading(workdir)
             run = config.load_run(workdir, with_ngrams=True)
             self._coder = tokenizers.of_run(workdir)
-            launch.start(
-                launch.LaunchConfig(coordinator="none", compile_cache=run.launch.compile_cache)
-            )
+            launch.start(launch.LaunchConfig(coordinator="none"))
             run.precision = precision or run.precision
             run = saved_run.config_of(run, workdir, tensor=tensor)
             self._recipe = recipe_lib.make_recipe(run)

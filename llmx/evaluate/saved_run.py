@@ -8,7 +8,7 @@ import jax
 from llmx import config, sharding
 from llmx.checkpoint import model_params
 from llmx.checkpoint.restore import Restored
-from llmx.config import checks, preference_checks
+from llmx.config import checks, effects, preference_checks
 from llmx.data import tokenizers
 from llmx.data.config import DataConfig
 from llmx.evaluate import held_out
@@ -49,7 +49,7 @@ def config_of(
         run.data = dataclasses.replace(
             of_text, sources=tuple(sources) or of_text.sources, text_key=run.data.text_key
         )
-    return checks.resolve(run, jax.device_count())
+    return checks.resolve(effects.without_idle(run), jax.device_count())
 
 
 def params_of(

@@ -12,9 +12,10 @@ import math
 from typing import Any
 
 from llmx.model import ranks, scaled_rope, tensor_train
+from llmx.model.experts import config as experts_config
 from llmx.model.recommender.config import RecommenderConfig
 from llmx.runtime import bounds
-from llmx.runtime.bounds import bounded, choice
+from llmx.runtime.bounds import RUN, bounded, choice, plain, section_of
 
 # Attention kinds of layers: all that precedes a token, or a sliding window; and both without rotary
 # positions (NoPE, arXiv 2305.19466).
@@ -28,6 +29,16 @@ SOFTMAX, SIGMOID = "softmax", "sigmoid"
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 
 
+# What keys need that are about some models only.
+_ROPE, _EXPERTS = {"model.positions": ("rope",)}, {"model.num_experts": {"not": (0,)}}
+_LATENT = {"model.kv_latent": {"not": (0,)}}
+_LOCAL_LAYERS = {"model.layer_pattern": {"has": (LOCAL, LOCAL_NOPE)}}
+
+
+def _scaled(*kinds: str) -> dict[str, tuple[str, ...]]:
+    return _ROPE | {"model.rope_scaling": kinds}
+
+
 @dataclasses.dataclass
 class ModelConfig:
     """One decoder-only transformer. `problems()` says what does not fit together."""
@@ -36,7 +47,9 @@ class ModelConfig:
     # "object:NAME": a program's own model in the place of the decoder (docs/library.md)
     own: str = ""
     # a model of clicks in the place of the decoder (docs/tables.md)
-    recommender: RecommenderConfig = dataclasses.field(default_factory=RecommenderConfig)
+    recommender: RecommenderConfig = section_of(
+        RecommenderConfig, of=RUN, needs={"model.recommender.name": {"not": ("",)}}
+    )
     # V, real tokens; 0 = the tokenizer's
     vocab_size: int = bounded(0, at_least=0, at_most=MAX_SIZE, remedy="0 follows the tokenizer")
     # sparse tables of the last 2, 3, ... tokens, (2, 3), whose rows are added to the embedding
@@ -54,22 +67,32 @@ class ModelConfig:
     # of a sequence, and of a learned table of them
     max_positions: int = bounded(8192, at_least=1, at_most=MAX_SIZE)
     positions: str = choice("rope", ("rope", "learned"))  # "rope" | "learned"
-    rope_theta: float = bounded(10_000.0, above=0)  # base of the rotary frequencies (global layers)
-    rope_theta_local: float = bounded(0.0, at_least=0)  # base in local layers; 0 = the same
-    rope_interleaved: bool = False  # numbers 2i, 2i + 1 of a head turn together (deepseek_v3)
+    # base of the rotary frequencies (global layers)
+    rope_theta: float = bounded(10_000.0, above=0, needs=_ROPE)
+    # base in local layers; 0 = the same
+    rope_theta_local: float = bounded(0.0, at_least=0, needs=_ROPE | _LOCAL_LAYERS)
+    # numbers 2i, 2i + 1 of a head turn together (deepseek_v3)
+    rope_interleaved: bool = plain(False, needs=_ROPE)
     # "none" | "llama3" | "linear" | "yarn" (global layers only)
-    rope_scaling: str = choice("none", ("none", "llama3", "linear", "yarn"))
-    rope_factor: float = bounded(1.0, above=0)  # by how much the context was stretched
+    rope_scaling: str = choice("none", ("none", "llama3", "linear", "yarn"), needs=_ROPE)
+    # by how much the context was stretched
+    rope_factor: float = bounded(1.0, above=0, needs=_scaled("llama3", "linear", "yarn"))
     # llama3: fewer turns than this in the old context stretch fully
-    rope_low_freq: float = bounded(1.0, above=0)
-    rope_high_freq: float = 4.0  # llama3: above this many turns, do not stretch
-    rope_old_context: int = bounded(8192, at_least=1)  # llama3 and yarn: context before stretching
+    rope_low_freq: float = bounded(1.0, above=0, needs=_scaled("llama3"))
+    # llama3: above this many turns, do not stretch
+    rope_high_freq: float = plain(4.0, needs=_scaled("llama3"))
+    # llama3 and yarn: context before stretching
+    rope_old_context: int = bounded(8192, at_least=1, needs=_scaled("llama3", "yarn"))
     # yarn: above this many turns in the old context, do not stretch
-    rope_beta_fast: float = bounded(32.0, above=0)
-    rope_beta_slow: float = bounded(1.0, above=0)  # yarn: with fewer turns, stretch fully
-    rope_truncate: bool = True  # yarn: pairs between are counted in whole numbers
-    rope_mscale: float = bounded(0.0, at_least=0)  # yarn: see `rope.amplitude`; 0 = not given
-    rope_mscale_all: float = bounded(0.0, at_least=0)  # yarn: also scales scores; 0 = not given
+    rope_beta_fast: float = bounded(32.0, above=0, needs=_scaled("yarn"))
+    # yarn: with fewer turns, stretch fully
+    rope_beta_slow: float = bounded(1.0, above=0, needs=_scaled("yarn"))
+    # yarn: pairs between are counted in whole numbers
+    rope_truncate: bool = plain(True, needs=_scaled("yarn"))
+    # yarn: see `rope.amplitude`; 0 = not given
+    rope_mscale: float = bounded(0.0, at_least=0, needs=_scaled("yarn"))
+    # yarn: also scales scores; 0 = not given
+    rope_mscale_all: float = bounded(0.0, at_least=0, needs=_scaled("yarn"))
     norm: str = choice("rms", ("rms", "layer"))  # "rms" | "layer"
     norm_eps: float = bounded(1e-5, above=0)  # epsilon inside the square root
     norm_plus_one: bool = False  # the scale is 1 + parameter (gemma)
@@ -77,39 +100,48 @@ class ModelConfig:
     post_norms: bool = False  # normalise what attention and MLP return (gemma, olmo2, olmo3)
     qk_norm: bool = False  # RMS-normalise queries and keys (qwen3, gemma3, olmoe, olmo2)
     # over each "head", or over "all" heads together (olmoe, olmo2)
-    qk_norm_over: str = choice(EACH_HEAD, (EACH_HEAD, ALL_HEADS))
+    qk_norm_over: str = choice(EACH_HEAD, (EACH_HEAD, ALL_HEADS), needs={"model.qk_norm": (True,)})
     # Latent attention: keys and values of all heads are made of so many numbers; 0 = each of x
     kv_latent: int = bounded(0, at_least=0, at_most=MAX_SIZE)
-    query_latent: int = bounded(0, at_least=0, at_most=MAX_SIZE)  # queries too; 0 = of x
+    # queries too; 0 = of x
+    query_latent: int = bounded(0, at_least=0, at_most=MAX_SIZE, needs=_LATENT)
     # Numbers of a head that are rotated: the first of H, 0 = all (phi3). Of latent attention the
     # last, and all heads share those of the key
-    rope_dim: int = bounded(0, at_least=0, at_most=MAX_SIZE)
-    value_dim: int = bounded(0, at_least=0, at_most=MAX_SIZE)  # numbers of a head's value
+    rope_dim: int = bounded(0, at_least=0, at_most=MAX_SIZE, needs=_ROPE)
+    # of latent attention: numbers of a head's value
+    value_dim: int = bounded(0, at_least=0, at_most=MAX_SIZE, needs=_LATENT)
     # "silu" | "gelu" (tanh form) | "clamped_silu" (gpt-oss: `activations.hidden`)
     activation: str = choice("silu", ("silu", "gelu", "clamped_silu"))
     gated_mlp: bool = True  # act(x Wg) * (x Wu) instead of act(x Wu)
     # E, routed experts in the place of the MLP; 0 = none
     num_experts: int = bounded(0, at_least=0, at_most=65536)
     # first layers with an MLP of width `mlp_dim` in the place of experts
-    first_dense: int = bounded(0, at_least=0, at_most=MAX_LAYERS)
-    experts_per_token: int = bounded(1, at_least=1, at_most=1024)  # k
-    expert_dim: int = bounded(0, at_least=0, at_most=MAX_SIZE)  # F of a routed expert
+    first_dense: int = bounded(0, at_least=0, at_most=MAX_LAYERS, needs=_EXPERTS)
+    experts_per_token: int = bounded(1, at_least=1, at_most=1024, needs=_EXPERTS)  # k
+    # F of a routed expert
+    expert_dim: int = bounded(0, at_least=0, at_most=MAX_SIZE, needs=_EXPERTS)
     # F of an MLP beside the routed experts, which every token goes through; 0 = none
-    shared_dim: int = bounded(0, at_least=0, at_most=MAX_SIZE)
-    router: str = choice(SOFTMAX, (SOFTMAX, SIGMOID))  # scores of experts from logits
-    router_renormalize: bool = True  # weights of a token's experts are divided by their sum
-    router_scale: float = bounded(1.0, above=0)  # weights are multiplied by it
-    router_groups: int = bounded(1, at_least=1)  # groups of experts, of which a token chooses some
-    router_groups_kept: int = bounded(1, at_least=1)  # as many
+    shared_dim: int = bounded(0, at_least=0, at_most=MAX_SIZE, needs=_EXPERTS)
+    # scores of experts from logits
+    router: str = choice(SOFTMAX, (SOFTMAX, SIGMOID), needs=_EXPERTS)
+    # weights of a token's experts are divided by their sum
+    router_renormalize: bool = plain(True, needs=_EXPERTS)
+    # weights are multiplied by it
+    router_scale: float = bounded(1.0, above=0, needs=_EXPERTS)
+    # groups of experts, of which a token chooses some
+    router_groups: int = bounded(1, at_least=1, needs=_EXPERTS)
+    router_groups_kept: int = bounded(1, at_least=1, needs=_EXPERTS)  # as many
     bias: bool = False  # biases in every projection, router and experts too (gpt2, gpt-oss)
-    qkv_bias: bool = False  # biases of queries, keys and values, where `bias` is off (qwen2)
+    # biases of queries, keys and values, where `bias` is off (qwen2)
+    qkv_bias: bool = plain(False, needs={"model.bias": (False,)})
     tied_head: bool = False  # the output head is the embedding table
     embedding_scale: bool = False  # multiply embeddings by sqrt(D) (gemma)
     query_scale: float = bounded(0.0, at_least=0)  # multiplies q.k; 0 = 1/sqrt(H)
     # attention kinds, repeated along the depth: "global", "local", and without rotary positions
     # "global_nope", "local_nope" (smollm3)
     layer_pattern: tuple[str, ...] = (GLOBAL,)
-    window: int = bounded(0, at_least=0)  # local layers: positions back, the token itself counted
+    # local layers: positions back, the token itself counted
+    window: int = bounded(0, at_least=0, needs=_LOCAL_LAYERS)
     # a learned logit of each head that joins the softmax, with nothing to attend to (gpt-oss)
     attention_sinks: bool = False
     attention_softcap: float = bounded(0.0, at_least=0)  # c*tanh(score/c); 0 = off (gemma2)
@@ -120,7 +152,10 @@ class ModelConfig:
     repeats: int = bounded(1, at_least=1, at_most=MAX_LAYERS)
     # the embedding table is a train of tensors of this rank; 0 = it is a table
     embedding_rank: int = bounded(0, at_least=0, at_most=MAX_SIZE)
-    embedding_cores: int = bounded(3, at_least=2, at_most=3)  # tensors in the train
+    # tensors in the train
+    embedding_cores: int = bounded(
+        3, at_least=2, at_most=3, needs={"model.embedding_rank": {"not": (0,)}}
+    )
 
     @property
     def padded_vocab(self) -> int:
@@ -470,7 +505,7 @@ def problems(model: ModelConfig) -> list[str]:
     texts += _problems_of_latents(model) if model.kv_latent else _problems_of_rotation(model)
     texts += [*scaled_rope.problems(model), *_problems_of_kinds(model)]
     texts += [*ranks.problems(model), *tensor_train.problems(model)]
-    return texts + (_problems_of_experts(model) if model.num_experts > 0 else [])
+    return texts + (experts_config.problems_of_model(model) if model.num_experts > 0 else [])
 
 
 def _problems_of_rotation(model: ModelConfig) -> list[str]:
@@ -548,50 +583,4 @@ def _problems_of_latents(model: ModelConfig) -> list[str]:
                 f"model.{name}={vars(model)[name]!r} with model.kv_latent={model.kv_latent}: "
                 f"latent attention has only {name}={wanted!r}; use that, or kv_latent=0"
             )
-    return texts
-
-
-def _problems_of_experts(model: ModelConfig) -> list[str]:
-    """All problems of the routed experts, each with its remedy."""
-    texts, E, k = [], model.num_experts, model.experts_per_token
-    groups, kept = model.router_groups, model.router_groups_kept
-    if not model.expert_dim:
-        texts.append(
-            f"model.expert_dim={model.expert_dim} with model.num_experts={E}: set it to the width "
-            "of one expert, or num_experts to 0"
-        )
-    if k == 1 < E and model.router_renormalize:
-        texts.append(
-            f"model.experts_per_token=1 with model.router_renormalize=True: the weight of the one "
-            f"expert is divided by itself, so that the router of {E} learns nothing; use "
-            "router_renormalize=False, or more experts_per_token"
-        )
-    if model.first_dense >= model.num_layers:
-        texts.append(
-            f"model.first_dense={model.first_dense} leaves none of model.num_layers="
-            f"{model.num_layers} with experts: use at most {model.num_layers - 1}, or num_experts=0"
-        )
-    if model.first_dense and len(set(model.layer_kinds)) > 1:
-        texts.append(
-            f"model.first_dense={model.first_dense} with model.layer_pattern="
-            f"{model.layer_pattern}: the first layers must be of the kind of the others; use one "
-            "kind, or first_dense=0"
-        )
-    if groups < 1 or kept < 1:
-        return texts
-    if E % groups:
-        texts.append(
-            f"model.router_groups={groups} does not divide model.num_experts={E}: use a divisor, "
-            "or 1 for no groups"
-        )
-    elif kept > groups:
-        texts.append(
-            f"model.router_groups_kept={kept} is more than model.router_groups={groups}: use at "
-            f"most {groups}"
-        )
-    elif k > (reach := kept * E // groups):
-        of = "" if groups == 1 else f" in the {kept} of {groups} groups that a token chooses"
-        texts.append(
-            f"model.experts_per_token={k} is more than the {reach} experts{of}: use at most {reach}"
-        )
     return texts

@@ -39,14 +39,15 @@ class ProductsConfig:
     # activations, each output of a weight
     granularity: str = choice("tensor", ("tensor", "block", "channel"))
     # numbers along the contracted dimension that share a scale, and of weights along the other too
-    block: int = bounded(128, at_least=1)
+    block: int = bounded(128, at_least=1, needs={"products.granularity": ("block",)})
     # in which numbers split weights are gathered: "" = the compute dtype; "fp8" = e4m3, half of its
     # bytes; "fp8_layers" = so in the layers, but not the head
     gather: str = choice("", ("", "fp8", "fp8_layers"))
     # the largest magnitude that a scale is made from: "current" = of the numbers themselves;
     # "delayed" = of the last `history` steps (fp8 per tensor)
     scaling: str = choice("current", ("current", "delayed"))
-    history: int = bounded(16, at_least=1)  # steps that delayed scaling looks back
+    # steps that delayed scaling looks back
+    history: int = bounded(16, at_least=1, needs={"products.scaling": ("delayed",)})
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,10 @@ from llmx.runtime.bounds import bounded, choice
 class PipelineConfig:
     """What the stages of a mesh do; its microbatches are `batch.accumulation`."""
 
-    schedule: str = choice("1f1b", lambda: SCHEDULES)  # a name in schedules.SCHEDULES
+    # a name in schedules.SCHEDULES
+    schedule: str = choice(
+        "1f1b", lambda: SCHEDULES, needs={"mesh.stage": {"not": (1,)}, "pipeline.table": ("",)}
+    )
     table: str = ""  # a CSV file with a schedule of your own, in place of `schedule`
     # chunks of the model on each stage; 0 = the schedule's least
     virtual_stages: int = bounded(0, at_least=0)

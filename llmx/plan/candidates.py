@@ -83,6 +83,9 @@ KEYS = {
     "ulysses": "attention.ulysses", "expert": "mesh.expert",
 }  # fmt: skip
 
+# What the config says of axes that a candidate may have.
+OF_AXES = ("attention.zigzag", "sharding.sequence_parallel", "sharding.replicate_kv")
+
 
 class Group(NamedTuple):
     """Candidates that compute the same but for what they save: apart from where the state is."""
@@ -132,7 +135,13 @@ def neutral(config: Config, topology_platform: str = "") -> Config:
     run.remat, run.memory_budget = "full", 0.0
     if topology_platform and not run.launch.platform:
         run.launch.platform = topology_platform
-    return checks.resolve(run)
+    given = {key: config_lib.get_value(run, key) for key in OF_AXES}
+    for key in OF_AXES:  # which have no effect on one device
+        config_lib.set_value(run, key, config_lib.get_value(config_lib.default(), key))
+    run = checks.resolve(run)
+    for key, value in given.items():
+        config_lib.set_value(run, key, value)
+    return run
 
 
 def changed(base: Config, candidate: Candidate) -> Config:

@@ -15,6 +15,11 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+# Whose a key is, in a field's metadata: {"of": MACHINE}. What is of the run goes with its
+# config.json wherever that is read. What is of the machine does not: who reads somebody's run has
+# devices, folders, addresses and compilers of their own.
+RUN, MACHINE = "run", "machine"
+
 HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le,
          "below": operator.lt}  # fmt: skip
 
@@ -25,7 +30,7 @@ LARGEST = 2**31 - 1
 def bounded(
     default: float, *, at_least: float | None = None, above: float | None = None,
     at_most: float | None = None, below: float | None = None, unless: float | None = None,
-    remedy: str = "",
+    remedy: str = "", **rules: Any,
 ) -> Any:  # fmt: skip
     """A field with a number within bounds.
 
@@ -33,16 +38,29 @@ def bounded(
       at_least, above, at_most, below: lower and upper bound, itself allowed or not.
       unless: one value that is allowed outside the bounds.
       remedy: what to use instead, appended to the error.
+      rules: other metadata: `of`, and `needs` (see `config.effects`).
     """
     bounds = {"at least": at_least, "above": above, "at most": at_most, "below": below}
     limits = {name: limit for name, limit in bounds.items() if limit is not None}
-    metadata = {"limits": limits, "unless": unless, "remedy": remedy}
+    metadata = {"limits": limits, "unless": unless, "remedy": remedy, **rules}
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def choice(default: str, choices: Iterable[str] | Callable[[], Iterable[str]]) -> Any:
+def choice(
+    default: str, choices: Iterable[str] | Callable[[], Iterable[str]], **rules: Any
+) -> Any:  # fmt: skip
     """A field with one of several names; `choices` is a function where the table stands below."""
-    return dataclasses.field(default=default, metadata={"choices": choices})
+    return dataclasses.field(default=default, metadata={"choices": choices, **rules})
+
+
+def plain(default: Any, **rules: Any) -> Any:
+    """A field without bounds that has other metadata."""
+    return dataclasses.field(default=default, metadata=rules)
+
+
+def section_of(kind: type, *, of: str, **rules: Any) -> Any:
+    """A section of a config, whose keys are `of` the run or the machine, unless they say so."""
+    return dataclasses.field(default_factory=kind, metadata={"of": of, **rules})
 
 
 def problems(section: Any, prefix: str) -> list[str]:

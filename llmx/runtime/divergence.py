@@ -34,9 +34,9 @@ class RollbackConfig:
     # nats per token above its best that the smoothed loss may be; 0 = only the guard is asked
     rise: float = bounded(_USUAL_RISE, at_least=0, at_most=1000, remedy="0 for off")
     # steps in a row above that, to count as diverged; the loss is smoothed over half of them
-    window: int = bounded(50, at_least=1, at_most=1_000_000)
+    window: int = bounded(50, at_least=1, at_most=1_000_000, needs={"rollback.rise": {"not": (0,)}})
     # of the learning rate, at each rollback
-    rate_factor: float = bounded(0.5, above=0, at_most=1)
+    rate_factor: float = bounded(0.5, above=0, at_most=1, needs={"rollback.at_most": {"not": (0,)}})
     # the rollbacks of this run, filled in by itself: steps gone back to
     at: tuple[int, ...] = ()
     skipped: tuple[int, ...] = ()  # and how many batches were left out at each

@@ -166,15 +166,6 @@ def start(config: LaunchConfig) -> None:
             note(clusters.describe(cluster, jax.process_count()))
 
 
-def elsewhere(config: LaunchConfig) -> LaunchConfig:
-    """For a command about a run: the processes of its training are not waited for. The environment
-    may name others."""
-    coordinator = clusters.ALONE if config.coordinator == clusters.ALONE else ""
-    return dataclasses.replace(
-        config, coordinator=coordinator, num_processes=0, process_id=-1, bind_address=""
-    )
-
-
 def _one_of_one(config: LaunchConfig, platform: str) -> Cluster | None:
     """A launcher's only process, where its devices are CPUs.
 

@@ -32,7 +32,7 @@ from typing import Any
 
 from llmx.runtime import plot, spikes, utilization
 from llmx.runtime.auxiliary import Auxiliary
-from llmx.runtime.bounds import bounded, choice
+from llmx.runtime.bounds import MACHINE, bounded, choice
 from llmx.runtime.caller import Caller
 from llmx.runtime.records import EVENTS, RECORDS, EventFile, RecordFile
 from llmx.runtime.utilization import Utilization
@@ -49,7 +49,7 @@ class MetricsConfig:
     log_every: int = bounded(10, at_least=1, remedy="1 = every step")
     tensorboard: bool = True  # also write event files for TensorBoard
     # "rich" (a live line) | "plain" | "off"; auto: rich on a terminal
-    progress: str = choice("auto", ("auto", "rich", "plain", "off"))
+    progress: str = choice("auto", ("auto", "rich", "plain", "off"), of=MACHINE)
     plot_every: int = bounded(0, at_least=0)  # steps between drawings of loss.png; 0 = at the end
     # loss or gradient norm this many deviations above its running median is noted; 0 = off
     spike_deviations: float = bounded(10.0, at_least=3, unless=0)

@@ -10,6 +10,8 @@ from jax.sharding import Mesh, PartitionSpec
 from llmx.sharding import mesh as mesh_lib
 from llmx.sharding.mesh import BATCH_AXES
 
+_OF_TENSOR = {"needs": {"mesh.tensor": {"not": (1,)}}}
+
 
 @dataclasses.dataclass
 class ShardingConfig:
@@ -17,8 +19,10 @@ class ShardingConfig:
 
     # ddp | zero1 | zero2 | zero3 | hsdp
     layout: str = dataclasses.field(default="zero3", metadata={"choices": lambda: LAYOUTS})
-    sequence_parallel: bool = True  # between blocks, split the sequence over `tensor` too
-    replicate_kv: bool = False  # keep all K/V heads on every tensor shard (num_kv_heads < tensor)
+    # between blocks, split the sequence over `tensor` too
+    sequence_parallel: bool = dataclasses.field(default=True, metadata=_OF_TENSOR)
+    # keep all K/V heads on every tensor shard (num_kv_heads < tensor)
+    replicate_kv: bool = dataclasses.field(default=False, metadata=_OF_TENSOR)
     # split weights are gathered per "layer" and pass, or once per "step"
     gather: str = dataclasses.field(default="layer", metadata={"choices": lambda: GATHERS})
     # Groups of a device's rows, or of their positions, that take turns in a layer: one computes

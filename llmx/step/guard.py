@@ -26,7 +26,7 @@ class GuardConfig:
     # a spike: gradient norm above this times its running mean; 0 = off
     spike_factor: float = bounded(0.0, above=1, unless=0, remedy="0 to switch it off")
     # with "skip": stop after this many skipped steps in a row
-    patience: int = bounded(20, at_least=1)
+    patience: int = bounded(20, at_least=1, needs={"guard.on_bad_step": ("skip",)})
 
 
 class GuardState(NamedTuple):

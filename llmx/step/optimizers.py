@@ -26,6 +26,11 @@ from llmx.sharding import stacks, trees
 from llmx.step import balance, factored, moments, muon, trust_ratio
 
 
+def _without(*names: str) -> dict:
+    """What a key needs that these optimizers do not look at."""
+    return {"optimizer.name": {"not": names}}
+
+
 @dataclasses.dataclass
 class OptimizerConfig:
     """Optimizer, schedule and what is done to gradients before them."""
@@ -37,13 +42,21 @@ class OptimizerConfig:
     schedule: str = choice("cosine", lambda: SCHEDULES)  # a name in SCHEDULES
     warmup_steps: int = bounded(100, at_least=0)  # linear from 0
     # wsd: steps of the final decay; 0 = a fifth of the run
-    decay_steps: int = bounded(0, at_least=0, remedy="0 = a fifth of the run")
+    decay_steps: int = bounded(
+        0, at_least=0, remedy="0 = a fifth of the run", needs={"optimizer.schedule": ("wsd",)}
+    )
     # learning rate at the end, as a fraction of the peak
-    final_fraction: float = bounded(0.1, at_least=0, at_most=1)
-    b1: float = bounded(0.9, at_least=0, below=1)  # momentum; Muon's is 0.95
+    final_fraction: float = bounded(
+        0.1, at_least=0, at_most=1, needs={"optimizer.schedule": {"not": ("constant",)}}
+    )
+    # momentum; Muon's is 0.95
+    b1: float = bounded(0.9, at_least=0, below=1, needs=_without("adafactor"))
     # second moment (adamw, lamb, muon's adamw; lion's second); 0 = 0.95, of lion 0.99
-    b2: float = bounded(0.0, at_least=0, below=1, remedy="0 = 0.95, of lion 0.99")
-    eps: float = bounded(1e-8, at_least=0, at_most=1)  # added to the root of the second moment
+    b2: float = bounded(
+        0.0, at_least=0, below=1, remedy="0 = 0.95, of lion 0.99", needs=_without("adafactor")
+    )
+    # added to the root of the second moment
+    eps: float = bounded(1e-8, at_least=0, at_most=1, needs=_without("adafactor", "lion"))
     # "fp32" | "bf16" | "int8": how moments are kept; "auto" = as the master parameters
     moments: str = choice("auto", moments.NAMES)
     weight_decay: float = bounded(0.1, at_least=0, at_most=1000)  # decoupled, on matrices only

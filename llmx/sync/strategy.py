@@ -62,6 +62,11 @@ STRATEGIES: dict[str, Technique] = {
 }
 
 
+def compresses(config: SyncConfig) -> bool:
+    """Whether anything is sent otherwise than in full."""
+    return compressor_of(config) is not COMPRESSORS["mean"]
+
+
 def compressor_of(config: SyncConfig) -> Compressor:
     """How what is not summed in full is sent."""
     technique = STRATEGIES[config.strategy]
@@ -78,24 +83,7 @@ def conflicts(config: Any) -> list[str]:
     own = [] if technique.shared_update else _conflicts_of_own_updates(config)
     return [
         *technique.conflicts(config), *own, *rounds.conflicts(config), *_unmatched(config),
-        *_idle(config.sync),
     ]  # fmt: skip
-
-
-def _idle(config: SyncConfig) -> list[str]:
-    """Options that the strategy does not look at."""
-    name = f"sync.strategy={config.strategy!r}"
-    local = STRATEGIES[config.strategy] is _LOCAL
-    without = {}
-    if not local:
-        without = dict.fromkeys(("average_moments", "by_tokens"), name)
-    if compressor_of(config) is COMPRESSORS["mean"]:
-        in_full = f"{name} and sync.outer_format='fp32'" if local else name
-        without["uncompressed"] = f"{in_full}, which sends all in full"
-    if config.groups == 1:
-        without |= dict.fromkeys(("group", "exchange", "round_seconds"), "sync.groups=1")
-    why = {key: f"with {cause}: leave it out" for key, cause in without.items()}
-    return list(bounds.without_effect(config, "sync.", why))
 
 
 def _unmatched(config: Any) -> list[str]:

@@ -119,17 +119,6 @@ def test_start_sets_up_and_may_be_repeated(tmp_path):
     assert (done.returncode, done.stdout) == (0, "by process 0\nrefused\n"), done.stderr
 
 
-@pytest.mark.parametrize("coordinator", ["10.0.0.1:99", "auto", "none"])
-def test_a_command_about_a_run_waits_for_none_of_its_processes(coordinator):
-    numbers = (4, 0) if ":" in coordinator else (0, -1)
-    trained = LaunchConfig(
-        coordinator=coordinator, num_processes=numbers[0], process_id=numbers[1], cpu_devices=2
-    )
-    there = launch.elsewhere(trained)
-    assert not launch.problems(there) and there.cpu_devices == 2
-    assert launch.find_cluster(there, {}) is None
-
-
 def test_one_process_on_one_device_gets_no_flags_and_no_cache():
     code = """
         import os, jax

@@ -25,7 +25,7 @@ from llmx.model.attention.splash import SPLASH
 from llmx.model.attention.split import Split
 from llmx.model.attention.triton import TRITON
 from llmx.runtime import launch
-from llmx.runtime.bounds import bounded, choice
+from llmx.runtime.bounds import bounded, choice, plain
 from llmx.sharding.mesh import kind_of
 
 IMPLEMENTATIONS: dict[str, Kernel] = {
@@ -46,6 +46,9 @@ QUERY = ("batch", "sequence", "heads", "head_dim")
 KEY = ("batch", "sequence", "kv_heads", "head_dim")
 
 
+_SPLIT = {"mesh.sequence": {"not": (1,)}}  # what keys need that say how positions are split
+
+
 @dataclasses.dataclass
 class AttentionConfig:
     """Which implementation of attention, and how split positions see each other."""
@@ -54,8 +57,9 @@ class AttentionConfig:
     implementation: str = choice("auto", lambda: ("auto", *IMPLEMENTATIONS))
     # Neighbours on the mesh axis `sequence` that exchange heads (Ulysses); such groups form rings.
     # 1 = one ring, sequence = no ring.
-    ulysses: int = bounded(1, at_least=1)
-    zigzag: bool = True  # the devices of a ring hold positions with equal causal work
+    ulysses: int = bounded(1, at_least=1, needs=_SPLIT)
+    # the devices of a ring hold positions with equal causal work
+    zigzag: bool = plain(True, needs=_SPLIT)
 
 
 def candidates(implementation: str, platform: str) -> tuple[str, ...]:

@@ -30,6 +30,9 @@ _LARGEST = 2.0**60  # squared norms are divided by its square, in fp32
 _SMALLEST = 2.0**-60  # and multiplied by that of a small one
 
 
+_DYNAMIC = {"a dynamic loss scale": True}
+
+
 @dataclasses.dataclass
 class LossScaleConfig:
     """What the loss is multiplied by while its gradient is taken, so that fp16 can hold it."""
@@ -37,14 +40,19 @@ class LossScaleConfig:
     # "auto" | "dynamic" | "fixed" | "none"; auto = dynamic where anything is in fp16, else none
     kind: str = choice("auto", ("auto", "dynamic", "fixed", "none"))
     # of a new run; or the fixed one
-    initial: float = bounded(2.0**16, at_least=_SMALLEST, at_most=_LARGEST)
-    growth_interval: int = bounded(2000, at_least=1)  # clean steps after which the scale grows
-    growth_factor: float = bounded(2.0, at_least=1, at_most=2.0**16)  # by which it grows then
-    backoff_factor: float = bounded(0.5, above=0, below=1)  # by which it falls on overflow
+    initial: float = bounded(
+        2.0**16, at_least=_SMALLEST, at_most=_LARGEST, needs={"a loss scale": True}
+    )
+    # clean steps after which the scale grows
+    growth_interval: int = bounded(2000, at_least=1, needs=_DYNAMIC)
+    # by which it grows then
+    growth_factor: float = bounded(2.0, at_least=1, at_most=2.0**16, needs=_DYNAMIC)
+    # by which it falls on overflow
+    backoff_factor: float = bounded(0.5, above=0, below=1, needs=_DYNAMIC)
     # the scale falls no lower; a gradient that is not finite there is refused by the guard
-    minimum: float = bounded(1.0, at_least=_SMALLEST, at_most=_LARGEST)
+    minimum: float = bounded(1.0, at_least=_SMALLEST, at_most=_LARGEST, needs=_DYNAMIC)
     # the scale grows no higher; the loss is a mean over tokens, so larger batches need more
-    maximum: float = bounded(2.0**32, at_least=_SMALLEST, at_most=_LARGEST)
+    maximum: float = bounded(2.0**32, at_least=_SMALLEST, at_most=_LARGEST, needs=_DYNAMIC)
 
 
 class LossScale(NamedTuple):
