@@ -560,8 +560,9 @@ def save(config: Config, recipe, checkpoints, dataset, loop: Loop, *, wait: bool
     # Rows of the host go into checkpoints of the work directory only.
     beside = {"beside": loop.write_rows} if loop.rows is not None else {}
     checkpoints.save(
-        loop.step, recipe.saved(loop.state), meta=meta, order=recipe.order, wait=wait, **beside
-    )
+        loop.step, recipe.saved(loop.state), meta=meta, order=recipe.order,
+        wait=wait or loop.step == config.steps, **beside,  # a failure of the last is the run's
+    )  # fmt: skip
 
 
 def finish(job: job_lib.Job, loop: Loop, evaluation, code: int):

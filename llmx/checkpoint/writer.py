@@ -94,7 +94,7 @@ def reason(error: BaseException) -> tuple[str, str]:
     for pattern, cause, remedy in CAUSES:
         if found := re.search(pattern, text):
             return f"{cause} ({_shortened(text, found)})", remedy
-    return f"{type(error).__name__}: {text[:300]}", "mend that, and run again"
+    return f"{type(error).__name__}: {text[:300]}", "mend that"
 
 
 def _shortened(text: str, found: re.Match) -> str:
