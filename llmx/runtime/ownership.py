@@ -24,6 +24,7 @@ from typing import Any
 from llmx.runtime import exits
 
 FILE = "owner.json"
+FILES = (FILE, f"{FILE}.__lock")  # of a lease, or what a killed write of one left
 TTL_SECONDS = 20.0
 IO_SECONDS = 30.0  # a read or write that takes longer has failed; it may still take effect
 LONGEST_TTL = 600.0  # of another owner that is believed
@@ -345,8 +346,8 @@ def clock_text() -> str:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether nothing but a lease, or what a killed write of one left, is in the folder."""
-    return {path.name for path in folder.iterdir()} <= {FILE, f"{FILE}.__lock"}
+    """Whether nothing but `FILES` is in the folder."""
+    return {path.name for path in folder.iterdir()} <= {*FILES}
 
 
 def is_local(workdir: str) -> bool:
