@@ -39,7 +39,7 @@ from llmx.checkpoint import (
 from llmx.config import checks, recipe
 from llmx.data import chat, remote, tokenizers
 from llmx.model import dense
-from llmx.runtime import exits, launch, ownership
+from llmx.runtime import exits, launch, output_paths, ownership
 
 
 def to_hf(
@@ -182,12 +182,20 @@ def _to_store(flag: str, url: str, export: Callable[[str], int], *, last: str) -
     """Exports into a local folder and uploads it, the file `last` last; returns the step."""
     if found := remote.problems(flag, url):
         raise ValueError(found[0])
-    if remote.kind_of(url):
+    kind = remote.kind_of(url)
+    left = remote.find(url) if kind == "folder" else {}  # by an export that was killed
+    if kind == "file" or not output_paths.may_be_filled(left, last):
         raise ValueError(f"{url} exists and is not empty: export into a new directory")
+    mark = f"{url.rstrip('/')}/{output_paths.UNFINISHED}"
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch, "exported")
         step = export(str(folder))
+        (pathlib.Path(scratch) / output_paths.UNFINISHED).touch()
+        remote.upload(pathlib.Path(scratch) / output_paths.UNFINISHED, mark)
+        for name in left.keys() - {output_paths.UNFINISHED}:
+            remote.remove(f"{url.rstrip('/')}/{name}")
         remote.upload_folder(folder, url, last=last)
+        remote.remove(mark)
     return step
 
 
@@ -206,7 +214,7 @@ def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
         directory, _ = copies.local("--from-hf=", directory, launch.log)
     remote.require_local("--workdir=", workdir)
     root = pathlib.Path(workdir)
-    _require_empty(root)
+    output_paths.require_new(root, **_IMPORT)
     run = config.default()
     run.workdir = workdir
     source = hf_reader.open_checkpoint(directory)
@@ -220,8 +228,7 @@ def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
     # Also without the file: no other tokenizer may take its place unasked.
     run.data.tokenizer = str(root / tokenizers.FILE_NAME)
     arrays = {f"params/{path}": _streamed(source, path) for path in source.shapes}
-    with ownership.take(workdir, log=launch.log):
-        _require_empty(root)
+    with ownership.take(workdir, log=launch.log), writer.filling(root, **_IMPORT):
         meta = {"imported_from": str(origin), "config": config.to_json(run)}
         streamed.save(f"{workdir}/checkpoints", 0, arrays, meta)
         if coder is not None:
@@ -239,6 +246,10 @@ def _streamed(source: hf_reader.Source, path: str) -> streamed.Streamed:
     return streamed.Streamed(source.shapes[path], dtype, by_layer, part)
 
 
+# What a work directory may have that an import makes, see `output_paths.require_new`.
+_IMPORT = {
+    "last": "config.json", "besides": ownership.FILES, "remedy": "import into a new directory",
+}  # fmt: skip
 _REFUSE = "llmx.generate and llmx.evaluate refuse the run"
 
 
@@ -248,12 +259,6 @@ def _no_tokenizer(directory: str) -> str:
         f"transformers.AutoTokenizer.from_pretrained({directory!r}).save_pretrained({directory!r}))"
         " and import again, or import with --tokenizer FILE"
     )
-
-
-def _require_empty(root: pathlib.Path) -> None:
-    """Raises ValueError if something is in the work directory besides a lease."""
-    if root.exists() and not (root.is_dir() and ownership.is_empty(root)):
-        raise ValueError(f"--workdir={root} exists and is not empty: import into a new directory")
 
 
 def _abstract_params(run: config.Config) -> Any:

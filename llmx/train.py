@@ -130,9 +130,7 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
         resources.enter_context(checkpoints)
         resources.enter_context(jax.set_mesh(recipe.mesh))
         resources.callback(lambda: loop.close())  # noqa: PLW0108 (of the loop at the end)
-        evaluation = during_training.Evaluation(
-            config, recipe, asked, loop.reporter, rows=loop.rows
-        )
+        evaluation = during_training.Evaluation(config, recipe, asked, loop.reporter, loop.rows)
         profile = profiling.Profile(config.profile, config.workdir)
         resources.callback(profile.close)
         resources.push(job.tell_crash)  # before anything above waits for other processes
@@ -147,6 +145,9 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
         stop.start()
         while True:
             try:
+                if loop.step < config.steps and evaluation.owed(loop.step, job.peers):
+                    with loop.aside("evaluation"):
+                        evaluation(loop.step, loop.state)
                 while loop.step < config.steps and not stop.agreed(loop.step):
                     job.still_owns()
                     profile.before(loop.step + 1)
@@ -199,9 +200,7 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             loop = Loop(config, recipe, dataset, restored, job, rows)
             skipped = config.rollback.skipped[-1:] if back_to in config.rollback.at else ()
             loop.reporter.event("rollback", loop.first, {"skipped": sum(skipped)})
-            evaluation = during_training.Evaluation(
-                config, recipe, asked, loop.reporter, rows=loop.rows
-            )
+            evaluation = during_training.Evaluation(config, recipe, asked, loop.reporter, loop.rows)
             if stop.asked_anywhere():
                 break
         with progress("save"):
@@ -362,6 +361,7 @@ class Loop:
         self.reporter = metrics.Reporter(
             config.workdir, config.metrics, total_steps=config.steps, start_step=first,
             tokens_per_step=shape[0] * shape[1], reached=reached, log=launch.log, caller=job.caller,
+            recorded=restored.meta.get("recorded"),
         )  # fmt: skip
         phases = lambda: progress.seconds  # noqa: E731
         self.goodput = goodput.Meter(config.workdir, phases, self.reporter, start_step=first)
@@ -555,12 +555,14 @@ def save(config: Config, recipe, checkpoints, dataset, loop: Loop, *, wait: bool
         "mesh": dict(recipe.mesh.shape),
         "loss_watch": loop.watch.numbers(),
         "teacher": loop.teacher,
+        "recorded": loop.reporter.recorded,
     }
     # Rows of the host go into checkpoints of the work directory only.
     beside = {"beside": loop.write_rows} if loop.rows is not None else {}
     checkpoints.save(
-        loop.step, recipe.saved(loop.state), meta=meta, order=recipe.order, wait=wait, **beside
-    )
+        loop.step, recipe.saved(loop.state), meta=meta, order=recipe.order,
+        wait=wait or loop.step == config.steps, **beside,  # a failure of the last is the run's
+    )  # fmt: skip
 
 
 def finish(job: job_lib.Job, loop: Loop, evaluation, code: int):
@@ -568,7 +570,7 @@ def finish(job: job_lib.Job, loop: Loop, evaluation, code: int):
     from llmx import generate
 
     config, log = loop.config, launch.log
-    if loop.first < loop.step == config.steps:
+    if loop.step == config.steps and evaluation.owed(loop.step, job.peers):
         with job.progress("evaluation"):
             job.attempt("the final evaluation", code, evaluation, loop.step, loop.state)
     if loop.step == config.steps:

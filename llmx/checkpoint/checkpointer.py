@@ -142,6 +142,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._current: int | None = None  # the last step that this run saved or restored
         self._save: writer.Save | None = None
         self._num_saves = 0
+        self._raises = False  # whether a failure of the present save is raised in any case
         self._retry: int | None = None  # the step at which a failed save is tried again
         self._deleting: list[threading.Thread] = []
         self._kept_before = -1
@@ -196,6 +197,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         if self._board is None:
             self._board = writer.Board()
         self._num_saves += 1
+        self._raises = wait
         self._board.forget(f"{self._num_saves - 2}")
         self._current, self._retry = step, None
         self._save = writer.Save(
@@ -300,6 +302,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         save, self._save = self._save, None
         if save is None:
             return
+        self._raises |= final
         verdict = save.join()
         with self._lock:
             self._noticed = self._act_at = None
@@ -308,7 +311,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self._current = None
         text = f"the checkpoint of step {save.step} was not written: {verdict.text}"
         if verdict.kind == writer.REFUSED:
-            raise NotOwner(f"{text}; nothing more is written to {self._root}")
+            raise NotOwner(text)
         if verdict.kind == writer.DIFFERS:
             # Listings of a shared directory may differ: that of process 0 counts.
             found = self._board.share(f"{save.number}/newest", json.dumps(self.latest_step()))
@@ -347,12 +350,11 @@ class Checkpointer(contextlib.AbstractContextManager):
                 self._on_saved(save.step)
             return
         text, remedy = save.verdict.text, save.verdict.remedy
-        if self._board.rank == 0 and save.verdict.kind == writer.FAILED:
-            plan = "training goes on, and it is tried again soon"
-            plan = plan if self._config.on_failure == "continue" else "the run stops"
+        goes_on = self._config.on_failure == "continue" and not self._raises
+        if self._board.rank == 0 and save.verdict.kind == writer.FAILED and goes_on:
             self._log(
                 f"the checkpoint of step {save.step} was not written: {text}; "
-                f"{self._newest_text()}; {plan}: {remedy}"
+                f"{self._newest_text()}; training goes on, and it is tried again soon: {remedy}"
             )
         with self._lock:
             self._noticed, polls = save.number, self._polls

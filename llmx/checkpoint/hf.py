@@ -21,6 +21,7 @@ from llmx.checkpoint.hf_reader import CONFIG, INDEX, WEIGHTS, listed
 from llmx.data import tokenizer_files
 from llmx.model import packed
 from llmx.model.families import ModelConfig
+from llmx.runtime import output_paths
 from llmx.sharding import trees
 
 SHARD_BYTES = 5 * 10**9  # transformers' own limit of a file
@@ -71,7 +72,7 @@ def export(
     `writer.Unwritten` where the disk takes no files. Whatever it raises, no files are left.
     """
     directory, numpy_dtype = pathlib.Path(directory), hf_reader.numpy_dtype(dtype)
-    writer.require_new(directory)
+    output_paths.require_new(directory, last=CONFIG)
     config = hf_formats.model_config_to_hf(model)
     files = files or {}
     config |= {"torch_dtype": dtype, "use_cache": True}
@@ -84,7 +85,7 @@ def export(
     for name, (row, index) in names.items():
         tensors |= _written(name, row, index, arrays, model, numpy_dtype)
     config |= hf_packed.quantization_config(names, arrays)
-    with writer.filling(directory):
+    with writer.filling(directory, last=CONFIG):
         if tokenizer_file is not None:
             hf_files.write(directory, pathlib.Path(tokenizer_file), files, model, end_token)
         _write_tensors(directory, tensors, shard_bytes)

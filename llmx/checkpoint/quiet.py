@@ -10,6 +10,8 @@ from typing import Any
 def silence_orbax() -> None:
     """Drops Orbax's tracebacks of failed reads and writes; once per program."""
     logging.getLogger("absl").addFilter(_is_news)
+    # Writes that were under way when the first one failed fail too, and nobody asks them.
+    logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
     sys.unraisablehook = functools.partial(_report, sys.unraisablehook)
 
 

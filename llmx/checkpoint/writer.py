@@ -15,14 +15,14 @@ import pathlib
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
 
 from llmx.checkpoint import checksums, directory, quiet
 from llmx.checkpoint.manifest import IN_PARTS, PART_BYTES, Document
-from llmx.runtime import host_memory, launch
+from llmx.runtime import host_memory, launch, output_paths
 from llmx.runtime.agreement import Store
 from llmx.sharding import trees
 
@@ -60,28 +60,50 @@ class Unwritten(OSError):
     """An import or an export could not be written; the text says why, and what to do."""
 
 
-def require_new(folder: pathlib.Path) -> None:
-    """Raises ValueError where something is in a directory that an export is to make."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not empty: export into a new directory")
-
-
 @contextlib.contextmanager
-def filling(folder: pathlib.Path) -> Iterator[None]:
-    """Makes a directory, which is new or empty, for files that the block writes.
+def filling(
+    folder: pathlib.Path, *, last: str, besides: Collection[str] = (),
+    remedy: str = "export into a new directory",
+) -> Iterator[None]:  # fmt: skip
+    """Makes a directory for files that the block writes, the one named `last` after all others.
 
-    Whatever the block raises, no files are left; an OSError becomes `Unwritten`.
+    Raises ValueError as `output_paths.require_new`. Whatever the block raises, no files are left
+    but those of `besides`; an OSError becomes `Unwritten`. What a killed one leaves is marked, and
+    the next one replaces it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    output_paths.require_new(folder, last=last, besides=besides, remedy=remedy)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _clear(folder, besides)
+        (folder / output_paths.UNFINISHED).touch()
         yield
+        (folder / output_paths.UNFINISHED).unlink()
     except BaseException as error:
-        for path in folder.iterdir():  # it was empty
-            path.unlink()
-        if not isinstance(error, OSError):
+        with contextlib.suppress(OSError):
+            _clear(folder, besides)
+        if (
+            not isinstance(error, OSError)
+            or isinstance(error, Unwritten)
+            or _is_elsewhere(error, folder)
+        ):
             raise
         cause, remedy = reason(error)
         raise Unwritten(f"{folder} cannot be written: {cause}: {remedy}") from error
+
+
+def _is_elsewhere(error: OSError, folder: pathlib.Path) -> bool:
+    """Whether an error names a file outside a folder, as what is read for it."""
+    named = error.filename
+    return (
+        isinstance(named, str) and folder.absolute() not in pathlib.Path(named).absolute().parents
+    )
+
+
+def _clear(folder: pathlib.Path, besides: Collection[str]) -> None:
+    """Removes what is in a directory, the mark last: killed in between, it may be cleared again."""
+    paths = [path for path in folder.iterdir() if path.name not in besides]
+    for path in sorted(paths, key=lambda path: path.name == output_paths.UNFINISHED):
+        directory.remove(path)
 
 
 class Refused(Exception):
@@ -94,7 +116,7 @@ def reason(error: BaseException) -> tuple[str, str]:
     for pattern, cause, remedy in CAUSES:
         if found := re.search(pattern, text):
             return f"{cause} ({_shortened(text, found)})", remedy
-    return f"{type(error).__name__}: {text[:300]}", "mend that, and run again"
+    return f"{type(error).__name__}: {text[:300]}", "mend that"
 
 
 def _shortened(text: str, found: re.Match) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 from llmx.checkpoint.checkpointer import CheckpointConfig
 from llmx.config import effects, value_types
-from llmx.data import remote
+from llmx.data import full_disk, remote
 from llmx.data.config import DataConfig
 from llmx.model import families, precision
 from llmx.model.adapters import AdaptersConfig
@@ -251,7 +251,8 @@ def save_run(config: Config):
     path = pathlib.Path(config.workdir) / "config.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(to_json(config), indent=2) + "\n")
+    write = full_disk.names_path(pathlib.Path.write_text)
+    write(temporary, json.dumps(to_json(config), indent=2) + "\n")
     temporary.replace(path)
 
 

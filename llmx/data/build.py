@@ -21,7 +21,15 @@ import numpy as np
 
 from llmx.data import chat as chat_lib
 from llmx.data import documents as documents_lib
-from llmx.data import json_files, opening, remote, tokenizer_files, tokenizers, transient
+from llmx.data import (
+    full_disk,
+    json_files,
+    opening,
+    remote,
+    tokenizer_files,
+    tokenizers,
+    transient,
+)
 from llmx.data import pairs as pairs_lib
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
@@ -258,6 +266,7 @@ def _totals(entries: Sequence[Mapping]) -> dict[str, int]:
     return {key: sum(entry[key] for entry in entries) for key in ("tokens", "documents")}
 
 
+@full_disk.names_path
 def write_shards(
     folder: pathlib.Path, recipe: Recipe, *, report: Callable[[int, int], None],
     closed: Callable[[], None] = lambda: None,

@@ -10,7 +10,7 @@ import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 
-from llmx.data import build, documents, tokenizers
+from llmx.data import build, documents, full_disk, tokenizers
 
 
 def prefixes(
@@ -37,6 +37,7 @@ def num_lines(path: pathlib.Path) -> int:
     return content.count(b"\n")
 
 
+@full_disk.names_path
 def write(
     path: pathlib.Path, prompts: Iterator[list[int]],
     texts_of: Callable[[list[list[int]], int], list[str]], *, number: int, batch: int,

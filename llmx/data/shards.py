@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from llmx.data import json_files, remote, tokenizer_files, tokenizers
+from llmx.data import full_disk, json_files, remote, tokenizer_files, tokenizers
 
 FORMAT = "llmx-token-shards"
 VERSION = 1
@@ -53,6 +53,7 @@ def entries_of(path: pathlib.Path) -> list[dict]:
     return json.loads(path.read_bytes())["shards"]
 
 
+@full_disk.names_path
 def write_atomically(path: pathlib.Path, content: bytes) -> None:
     """Replaces the file by a complete one; a reader sees the old or the new, never a part."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")

@@ -51,7 +51,7 @@ class Evaluation:
     """Reports the held-out loss and the shares of right answers, when they are due."""
 
     def __init__(
-        self, run: config.Config, recipe: Recipe, data: EvaluationData, reporter: Any, *,
+        self, run: config.Config, recipe: Recipe, data: EvaluationData, reporter: Any,
         rows: Cached | None = None,
     ) -> None:  # fmt: skip
         """rows: what the host has of the run's tables."""
@@ -63,6 +63,14 @@ class Evaluation:
     def due(self, step: int) -> bool:
         every = self._run.evaluation.every
         return every > 0 and step % every == 0 and step < self._run.steps
+
+    def owed(self, step: int, peers: Any) -> bool:
+        """Whether `step`, which is saved, lacks the record of its evaluation: an earlier launch was
+        killed before it had one. Every process must call it, with its `agreement.Peers`."""
+        if step == 0 or not (self.due(step) or step == self._run.steps):
+            return False
+        lacking = "" if self._reporter.has_evaluated(step) else "lacking"
+        return peers.broadcast("evaluation", lacking) == "lacking"
 
     def __call__(self, step: int, state: State) -> None:
         """Reports, unless nothing is held out and nothing asked. Every process must call it."""

@@ -16,6 +16,7 @@ from llmx.runtime import exits
 if __name__ == "__main__":
     exits.silent_interrupts()
 
+from llmx.data import full_disk
 from llmx.report import page, runs
 from llmx.runtime import auxiliary, output_paths
 
@@ -43,7 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ValueError(
                 f"{', '.join(args.workdirs)}: no step is recorded yet: nothing to show"
             )
-        pathlib.Path(args.output).write_text(page.render(found), encoding="utf-8")
+        write = full_disk.names_path(pathlib.Path.write_text)
+        write(pathlib.Path(args.output), page.render(found), encoding="utf-8")
     except (ValueError, OSError) as error:
         text = auxiliary.cause(error) if isinstance(error, OSError) else error
         print(f"error: {text}", file=sys.stderr)

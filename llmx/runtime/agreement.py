@@ -6,7 +6,6 @@ refusals, requests to stop, and processes that are gone. With one process each c
 """
 
 import contextlib
-import ctypes
 import faulthandler
 import functools
 import hashlib
@@ -24,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import llmx
-from llmx.runtime import exits
+from llmx.runtime import exits, fatal
 
 LOOK_SECONDS = 0.25  # between looks for refusals; longer with many processes
 BEAT_SECONDS = 1.0
@@ -102,6 +101,8 @@ class Peers:
         self._reached = time.monotonic()  # when the store last answered
         self.watchers: list[Callable[[], None]] = []  # called at every look
         self.endings: list[Callable[[], None]] = []  # called before this process ends early
+        # Asked before it ends with AGAIN: the exit code and the text of a deeper cause, if any.
+        self.causes: list[Callable[[], tuple[int, str] | None]] = []
         self._threads: list[threading.Thread] = []
 
     @property
@@ -213,9 +214,11 @@ class Peers:
         if not first:
             time.sleep(60)  # another thread is at it
         faulthandler.cancel_dump_traceback_later()  # of the watchdog
-        thread = threading.Thread(target=self._finish, daemon=True)
+        found: list[tuple[int, str]] = []
+        thread = threading.Thread(target=self._finish, args=(code, found), daemon=True)
         thread.start()
         thread.join(FAREWELL_SECONDS)
+        code, text = found[0] if found else (code, text)
         # The last line. Its reader may be gone, or its disk full: the process ends all the same.
         if text:
             with contextlib.suppress(OSError, ValueError):
@@ -225,7 +228,10 @@ class Peers:
                 stream.flush()
         os._exit(code)
 
-    def _finish(self) -> None:
+    def _finish(self, code: int, found: list[tuple[int, str]]) -> None:
+        for cause in self.causes if code == exits.AGAIN else ():
+            with contextlib.suppress(Exception):
+                found.extend(filter(None, [cause()]))
         for ending in reversed(self.endings):
             with contextlib.suppress(Exception):
                 ending()
@@ -368,9 +374,6 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [""])[0][:300]
 
 
-_handlers: list[Any] = []  # C callbacks must outlive their registration
-
-
 def _explain_abort(peers: Peers) -> None:
     def end(text: str) -> None:
         peers.end(*(peers._refused or (exits.AGAIN, text)))
@@ -381,13 +384,7 @@ def _explain_abort(peers: Peers) -> None:
 def explain_abort(text: Callable[[], str], end: Callable[[str], None]) -> None:
     """From now on SIGABRT calls `end(text())`.
 
-    jax aborts a process, with a C++ stack, when its coordinator cannot be reached. A Python signal
-    handler would run too late: this one is called inside `abort`. The last registration counts.
+    jax aborts a process, with a C++ stack, when its coordinator cannot be reached. The last
+    registration counts.
     """
-
-    def aborted(number: int) -> None:
-        end(text())
-
-    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(aborted)
-    _handlers.append(handler)
-    ctypes.CDLL(None).signal(signal.SIGABRT, handler)
+    fatal.on_signal(signal.SIGABRT, lambda: end(text()))

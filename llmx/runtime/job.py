@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from llmx.runtime import agreement, bounds, exits, launch, ownership, stragglers
+from llmx.runtime import agreement, bounds, exits, fatal, launch, ownership, stragglers
 from llmx.runtime.agreement import Peers
 from llmx.runtime.auxiliary import Auxiliary
 from llmx.runtime.caller import Caller
@@ -39,12 +39,13 @@ class Job(contextlib.ExitStack):
         self.stop = self.caller.stop = StopSignal(
             log=log, progress=self.progress, peers=self.peers, raises=self.caller.is_program
         )
-        self._log, self._joined = log, False
+        self._log, self._joined, self._refusal = log, False, ""
         self._lease: ownership.Lease | None = None  # in process 0 only
         self._owns = False  # whether all processes have called `own`
 
     def __enter__(self) -> "Job":
         super().__enter__()
+        self.callback(self._show_refusal)  # the last line: behind what the others say at their end
         self.enter_context(self.stop)
         return self
 
@@ -54,6 +55,7 @@ class Job(contextlib.ExitStack):
         Raises ValueError for a bad config or environment.
         """
         self._joined = True
+        fatal.explain(self._fail)
         fail = lambda text: os._exit(exits.AGAIN)  # noqa: E731
         agreement.explain_abort(lambda: _say(launch.join_problem(config)), fail)
         launch.start(config)
@@ -95,11 +97,16 @@ class Job(contextlib.ExitStack):
 
         def lost(error: ownership.Lost) -> None:
             with once:
-                self.refuse(error, error.code)
-                self.peers.end(error.code)
+                self._fail(error.code, str(error))
+
+        def lost_meanwhile() -> tuple[int, str] | None:
+            lost = self._lease.look()
+            return lost and (lost.code, str(lost))
 
         if self.peers.index == 0:
             self._lease = ownership.take(workdir, log=self._log, on_lost=lost)
+            # A process that was suspended may notice how long it was before it reads the file.
+            self.peers.causes.append(lost_meanwhile)
             self.callback(self._lease.release)
             self.peers.endings.append(self._lease.release)
         self.peers.barrier("the work directory is taken")
@@ -115,18 +122,27 @@ class Job(contextlib.ExitStack):
             self._lease.poll()
 
     def refuse(self, error: BaseException | str, code: int = exits.REFUSED) -> int:
-        """Prints why the run ends and tells the other processes; returns the exit code.
+        """Prints why the run ends, as its last line, and tells the other processes; returns the
+        exit code.
 
         A program that asked for the run gets the error instead, see `caller`.
         With many processes it does not return: this process ends here, as the others do.
         """
         text, self.caller.refused = str(error), error
-        if not self.caller.is_program or self.peers.many:
-            _say(text)
         if self.peers.many:
-            self.peers.refuse(text, code)
-            self.peers.end(code)
+            self._fail(code, text)
+        if not self.caller.is_program:
+            self._refusal = text
         return code
+
+    def _show_refusal(self) -> None:
+        if self._refusal:
+            _say(self._refusal)
+
+    def _fail(self, code: int, text: str) -> None:
+        """Ends all processes of the run now, with `text` as the last line."""
+        self.peers.refuse(text, code)
+        self.peers.end(code, text)
 
     def attempt(self, what: str, code: int, function: Callable, *args: object) -> None:
         """Calls what the saved run can do without; every process must do so.

@@ -19,6 +19,7 @@ MFU and HFU are the figures of `llmx.runtime.utilization`.
 import collections
 import concurrent.futures
 import contextlib
+import copy
 import dataclasses
 import functools
 import math
@@ -101,7 +102,7 @@ class Reporter(contextlib.ExitStack):
         self, workdir: str | os.PathLike, config: MetricsConfig, *,
         total_steps: int, tokens_per_step: int, reached: Utilization | None = None,
         start_step: int = 0, log: Callable[[str], None] | None = None,
-        caller: Caller | None = None,
+        caller: Caller | None = None, recorded: Mapping[str, Any] | None = None,
     ):  # fmt: skip
         """Open the files; records after `start_step`, left by a killed run, are dropped.
 
@@ -109,6 +110,7 @@ class Reporter(contextlib.ExitStack):
         start_step: updates that the restored state has behind it; 0 begins the files afresh.
         log: prints one line. Default: print to stdout.
         caller: whose callbacks get each record.
+        recorded: what `recorded` was when `start_step` was saved.
         """
         super().__init__()
         self._caller = caller or Caller()
@@ -135,8 +137,11 @@ class Reporter(contextlib.ExitStack):
         self._show = Auxiliary("the display", log=_to_stderr)  # stdout: a pipe, or on a full disk
         # The last is closed first: the worker ends before the event file that it writes, and the
         # display before them, so that their warnings stay.
-        records = RecordFile(self._workdir / RECORDS, start_step=start_step, log=self.note)
-        self._records = self._open(records)
+        self._records = self._open(
+            RecordFile(
+                self._workdir / RECORDS, start_step=start_step, log=self.note, expected=recorded
+            )
+        )
         self._events = self._open(EventFile(self._workdir / EVENTS, start_step=start_step))
         self._write_events = Auxiliary("TensorBoard events", log=self.note)
         self._draw = Auxiliary(plot.PLOT, log=self.note)
@@ -206,6 +211,16 @@ class Reporter(contextlib.ExitStack):
         """Record numbers of another kind than training and evaluation; nothing is shown."""
         if self.writes:
             self._record(kind, step, scalars)
+
+    @property
+    def recorded(self) -> dict[str, Any]:
+        """Which steps have a record, for a checkpoint; empty in processes that write none."""
+        return copy.deepcopy(self._records.steps) if self.writes else {}
+
+    def has_evaluated(self, step: int) -> bool:
+        """Whether the newest evaluation on record is of this step."""
+        ranges = self.recorded.get("eval")
+        return bool(ranges) and ranges[-1][1] == step
 
     def note(self, text: str):
         """Print a line (a warning, a checkpoint, ...) without breaking the live one."""

@@ -2,6 +2,10 @@
 
 import os
 import pathlib
+from collections.abc import Collection
+
+# In a folder from before its first file until its last: what was killed in between may be replaced.
+UNFINISHED = ".llmx-unfinished"
 
 
 def file_problems(option: str, path: str) -> list[str]:
@@ -36,3 +40,24 @@ def _closed(option: str, path: str, folder: pathlib.Path) -> list[str]:
     if folder.is_dir() and os.access(folder, os.W_OK):
         return []
     return [f"{option}={path}: {folder} cannot be written to: use another folder"]
+
+
+def require_new(
+    folder: pathlib.Path, *, last: str = "", besides: Collection[str] = (),
+    remedy: str = "export into a new directory",
+) -> None:  # fmt: skip
+    """Raises ValueError where something is in a folder that is to be made.
+
+    last: the file that is written last; without it what `UNFINISHED` marks is nothing. besides:
+    names of what may be there.
+    """
+    if not os.path.lexists(folder):
+        return
+    if folder.is_dir() and may_be_filled([path.name for path in folder.iterdir()], last, besides):
+        return
+    raise ValueError(f"{folder} exists and is not empty: {remedy}")
+
+
+def may_be_filled(names: Collection[str], last: str = "", besides: Collection[str] = ()) -> bool:
+    """Whether nothing is in a folder but what a killed command left, see `require_new`."""
+    return set(names) <= {*besides} or (bool(last) and UNFINISHED in names and last not in names)

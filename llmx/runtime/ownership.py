@@ -24,6 +24,7 @@ from typing import Any
 from llmx.runtime import exits
 
 FILE = "owner.json"
+FILES = (FILE, f"{FILE}.__lock")  # of a lease, or what a killed write of one left
 TTL_SECONDS = 20.0
 IO_SECONDS = 30.0  # a read or write that takes longer has failed; it may still take effect
 LONGEST_TTL = 600.0  # of another owner that is believed
@@ -82,12 +83,16 @@ class Lease(contextlib.AbstractContextManager):
     def check(self) -> None:
         """Reads the file, and raises Lost if it is another's. Call it before what others may see:
         a save, a deletion. Storage that does not answer raises nothing here: the write will."""
+        if (lost := self.look()) is not None:
+            self._on_lost(lost)
+            raise lost
+
+    def look(self) -> Lost | None:
+        """Reads the file; why the directory is not this run's any more, None as far as is known."""
         if self._lost is None and not self._over.is_set() and self._is_owner():
             with contextlib.suppress(Unavailable), self._mutex:
                 self._look()
-        if self._lost is not None:
-            self._on_lost(self._lost)
-            raise self._lost
+        return self._lost
 
     def release(self) -> None:
         """Gives the directory up, if it is still this run's. May be called again."""
@@ -163,7 +168,9 @@ class Lease(contextlib.AbstractContextManager):
                 "bring the directory back and run again to continue",
                 exits.UNSAVED,
             )
-        elif found.get("token") != self._record["token"]:
+        elif "token" not in found:  # no run has written that: the next renewal mends it
+            self._log(f"warning: {self._workdir}/{FILE} is damaged: written anew")
+        elif found["token"] != self._record["token"]:
             self._lost = Lost(
                 f"{self._workdir} was taken over by {owner_text(found)}, because this run did not "
                 f"renew its lease for {self._record['ttl']:.0f} s or more (was it suspended?): "
@@ -340,8 +347,8 @@ def clock_text() -> str:
 
 
 def is_empty(folder: Path) -> bool:
-    """Whether nothing but a lease, or what a killed write of one left, is in the folder."""
-    return {path.name for path in folder.iterdir()} <= {FILE, f"{FILE}.__lock"}
+    """Whether nothing but `FILES` is in the folder."""
+    return {path.name for path in folder.iterdir()} <= {*FILES}
 
 
 def is_local(workdir: str) -> bool:

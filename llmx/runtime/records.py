@@ -23,6 +23,10 @@ EVENTS = "tensorboard"
 LONGEST_LINE = 2**16  # bytes; records have some hundreds
 LONGEST_KIND = 64  # characters of "train", "eval", ...
 MOST_WAITING = 20_000  # records that wait for a disk, some megabytes
+EXPECTED = ("train", "eval")  # kinds of which a checkpoint says which steps have a record
+MOST_RANGES = 1000  # of a kind that a checkpoint names; the newest, where there are more
+
+Ranges = list[list[int]]  # ascending steps, as [first, last, stride] each
 
 
 class RecordFile:
@@ -31,9 +35,17 @@ class RecordFile:
     A file that cannot be written is no error: see the head of this module.
     """
 
-    def __init__(self, path: pathlib.Path, *, start_step: int, log: Callable[[str], None]):
-        """Records after `start_step` are dropped, and lines that are no records are set aside."""
+    def __init__(
+        self, path: pathlib.Path, *, start_step: int, log: Callable[[str], None],
+        expected: Mapping[str, Ranges] | None = None,
+    ):  # fmt: skip
+        """Records after `start_step` are dropped, and lines that are no records are set aside.
+
+        expected: what `steps` was when `start_step` was saved; what is missing of it is told.
+        """
         self._path, self._start_step, self._log = path, start_step, log
+        self._expected = expected or {}
+        self.steps: dict[str, Ranges] = {}  # of `EXPECTED`: which have a record, also if it waits
         self._waiting: collections.deque[tuple[str, int, bytes]] = collections.deque()
         self._num_lost = 0
         self._file: int | None = None  # descriptor
@@ -49,6 +61,7 @@ class RecordFile:
         if step <= self._last.get(kind, -1):
             return False
         self._last[kind] = step
+        _append_step(self.steps, kind, step)
         clean = {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v
                  for k, v in record.items()}  # fmt: skip
         self._waiting.append((kind, step, f"{json.dumps(clean, allow_nan=False)}\n".encode()))
@@ -76,10 +89,27 @@ class RecordFile:
             self._file = None
         if self._start_step is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._written = keep_until(self._path, self._start_step, self._log)
+            found: dict[str, Ranges] = {}
+            self._written = keep_until(self._path, self._start_step, self._log, found)
+            self._tell_missing(found)
+            later = self.steps  # records that wait already
+            self.steps = found | {kind: found.get(kind, []) + later[kind] for kind in later}
             self._start_step = None  # opened again, the file is continued as it is
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         self._end, self._torn = os.fstat(self._file).st_size, False
+
+    def _tell_missing(self, found: Mapping[str, Ranges]):
+        for kind, ranges in self._expected.items():
+            missing: dict[str, Ranges] = {}
+            for step in _difference(ranges, found.get(kind, [])):
+                if step <= self._start_step:
+                    _append_step(missing, kind, step)
+            if missing:
+                self._log(
+                    f"warning: {self._path} has no {kind!r} records of {_steps_text(missing[kind])}"
+                    f", which it had when step {self._start_step} was saved (the file was cut or "
+                    "edited, or its disk was full): curves lack them, and the training goes on"
+                )
 
     def _flush(self):
         if self._file is None or not self._is_in_place():
@@ -152,11 +182,13 @@ def number(value: object) -> float:
         return math.nan
 
 
-def keep_until(path: pathlib.Path, last_step: int, log: Callable[[str], None]) -> dict[str, int]:
+def keep_until(
+    path: pathlib.Path, last_step: int, log: Callable[[str], None], steps: dict[str, Ranges]
+) -> dict[str, int]:  # fmt: skip
     """Leaves the records up to `last_step` in the file, each (kind, step) once.
 
     Lines that are no records are moved into metrics.damaged.jsonl, with one warning. Killed at any
-    moment, the file is the old one or the new one.
+    moment, the file is the old one or the new one. Puts the steps of `EXPECTED` kinds into `steps`.
 
     Returns {kind: its latest step}.
     """
@@ -168,7 +200,7 @@ def keep_until(path: pathlib.Path, last_step: int, log: Callable[[str], None]) -
     latest: dict[str, int] = {}
     end, in_order, num_damaged = 0, True, 0  # end: of the first lines, as long as all are kept
     position = 0
-    for line, kept, damaged in _sorted_out(path, last_step, latest):
+    for line, kept, damaged in _sorted_out(path, last_step, latest, steps):
         if kept:
             in_order = in_order and end == position
             end += len(line)
@@ -197,14 +229,58 @@ def damaged_text(count: int, path: pathlib.Path) -> str:
 
 
 def _sorted_out(
-    path: pathlib.Path, last_step: int, latest: dict[str, int]
-) -> Iterator[tuple[bytes, bool, bool]]:
-    """(line, kept, damaged); puts the latest step of each kind into `latest`."""
+    path: pathlib.Path, last_step: int, latest: dict[str, int],
+    steps: dict[str, Ranges] | None = None,
+) -> Iterator[tuple[bytes, bool, bool]]:  # fmt: skip
+    """(line, kept, damaged); puts the latest step of each kind into `latest`, and those of
+    `EXPECTED` kinds into `steps`."""
     for line, record in scan(path):
         kept = record is not None and latest.get(record["kind"], -1) < record["step"] <= last_step
         if kept:
             latest[record["kind"]] = record["step"]
+            if steps is not None:
+                _append_step(steps, record["kind"], record["step"])
         yield line, kept, record is None
+
+
+def _append_step(steps: dict[str, Ranges], kind: str, step: int):
+    """Adds a step, which is after those that are there."""
+    if kind not in EXPECTED:
+        return
+    ranges = steps.setdefault(kind, [])
+    if ranges and ranges[-1][1] + ranges[-1][2] == step:
+        ranges[-1][1] = step
+    elif ranges and not ranges[-1][2]:
+        ranges[-1] = [ranges[-1][0], step, step - ranges[-1][0]]
+    else:
+        ranges.append([step, step, 0])
+        del ranges[:-MOST_RANGES]
+
+
+def _steps_of(ranges: Ranges) -> Iterator[int]:
+    for first, last, stride in ranges:
+        yield from range(first, last + 1, stride or 1)
+
+
+def _difference(ranges: Ranges, others: Ranges) -> Iterator[int]:
+    """The steps of the first that are not among those of the second."""
+    rest = _steps_of(others)
+    other = next(rest, math.inf)
+    for step in _steps_of(ranges):
+        while other < step:
+            other = next(rest, math.inf)
+        if step != other:
+            yield step
+
+
+def _steps_text(ranges: Ranges) -> str:
+    """The first of them in words: "steps 1, 10 to 40 by 10"."""
+    texts = [
+        f"{first}" if first == last else f"{first} to {last}" + f" by {stride}" * (stride > 1)
+        for first, last, stride in ranges
+    ]
+    noun = "step" if len(texts) == 1 and ranges[0][0] == ranges[0][1] else "steps"
+    return f"{noun} {', '.join(texts[:8])}" + f" and {len(texts) - 8} more" * (len(texts) > 8)
 
 
 def _set_aside(path: pathlib.Path, last_step: int):

@@ -14,6 +14,9 @@ from llmx.runtime.progress import Progress
 
 LONGEST_SECONDS = 1e8  # of a limit: three years
 HELD_SECONDS = 600.0  # how long the interpreter may be held outside of steps
+# Until a held interpreter ends, behind the limit: a process that was suspended for longer than the
+# limit has time to find the cause, and whether its work directory is another's by now.
+LATER_SECONDS = 20.0
 # Phases that may wait for other processes.
 WAITING = ("backend", "step", "save", "restore", "evaluation", "exchange")
 
@@ -97,7 +100,8 @@ class Watchdog:
             # If the interpreter itself hangs, this thread does too: faulthandler's own then exits.
             # Outside of steps a library may hold the interpreter for a while.
             held = limit if phase in ("step", "data wait") else min(limit, HELD_SECONDS)
-            faulthandler.dump_traceback_later(held + 4 * tick, exit=True, file=sys.__stderr__)
+            later = held + 4 * tick + min(held, LATER_SECONDS)
+            faulthandler.dump_traceback_later(later, exit=True, file=sys.__stderr__)
             if idle > limit:
                 self._end(phase, idle, limit, key)
 

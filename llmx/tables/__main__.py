@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 
 from llmx.data import remote
-from llmx.runtime import exits
+from llmx.runtime import exits, output_paths
 
 if __name__ == "__main__":
     exits.silent_interrupts()
@@ -124,8 +124,7 @@ def _new(output: str) -> pathlib.Path:
     """The folder to write. Raises ValueError where something is there."""
     remote.require_local("--output=", output, "write a local folder, and copy that")
     folder = pathlib.Path(os.path.expanduser(output))
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not empty: export into a new directory")
+    output_paths.require_new(folder)
     return folder
 
 

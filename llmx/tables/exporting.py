@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from llmx.data import full_disk
 from llmx.tables import by_id, exports
 from llmx.tables.by_id import ROWS, Source
 from llmx.tables.config import Feature, Table
@@ -37,6 +38,7 @@ class Content:
     model: Mapping[str, Any]  # the section of the config
 
 
+@full_disk.names_path
 def write(
     folder: pathlib.Path, content: Content, source: Source, *,
     block_rows: Callable[[Table], int], files: str = FILES, since: Export | None = None,

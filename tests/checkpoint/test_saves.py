@@ -1,6 +1,7 @@
 """Saves that go wrong: replicas that differ, disks that are full, directories that vanish."""
 
 import errno
+import logging
 import os
 import re
 import shutil
@@ -250,6 +251,25 @@ def test_a_final_save_that_fails_is_an_error_under_any_policy(tmp_path, monkeypa
     with pytest.raises(KeyError), opened(tmp_path) as checkpoints:
         checkpoints.save(4, state_of(4), meta={})
         raise KeyError
+
+
+def test_the_cause_of_a_final_save_that_fails_is_told_once(tmp_path, monkeypatch, caplog):
+    """By the error alone; and not by asyncio, of the writes that were under way too."""
+    disk, log = Disk(monkeypatch), []
+    disk.error = errno.ENOSPC
+    with (
+        opened(tmp_path, log.append) as checkpoints,
+        pytest.raises(checkpointer.Unsaved) as raised,
+    ):
+        checkpoints.save(4, state_of(4), meta={}, wait=True)
+    assert not log and str(raised.value).endswith("there is none; free space on it and run again "
+                                                  "to resume")  # fmt: skip
+    assert writer.reason(KeyError("x")) == ("KeyError: 'x'", "mend that")
+    asyncio = logging.getLogger("asyncio")
+    for coroutine, is_shown in (("orbax/checkpoint/serialization.py", False), ("own.py", True)):
+        caplog.clear()
+        asyncio.error(f"Task exception was never retrieved, future: <Task of {coroutine}>")
+        assert bool(caplog.records) == is_shown
 
 
 @pytest.fixture

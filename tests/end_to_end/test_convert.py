@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -15,6 +17,7 @@ from llmx.config import checks
 from llmx.data import tokenizers
 from llmx.evaluate import __main__ as evaluate
 from llmx.model import apply, families
+from llmx.runtime import output_paths, ownership
 
 
 def leaves_of(tree: dict) -> list[np.ndarray]:
@@ -127,6 +130,15 @@ def test_exports_to_and_imports_from_a_store(tmp_path, monkeypatch, capsys):
         assert memory_store.objects(files, "bucket/hf") == local
         assert convert.main([*there, "memory://bucket/hf"]) == 2
         assert "memory://bucket/hf exists and is not empty" in capsys.readouterr().err
+        # Of an upload that was killed; the weights had another name then.
+        for name in ("config.json", "tokenizer.json"):
+            files.rm_file(f"/bucket/hf/{name}")
+        for name in (output_paths.UNFINISHED, "model-00001-of-00002.safetensors"):
+            files.pipe_file(f"/bucket/hf/{name}", b"")
+        assert convert.main([*there, "memory://bucket/hf"]) == 0
+        assert memory_store.objects(files, "bucket/hf") == local
+        files.pipe_file("/bucket/other/notes.txt", b"")
+        assert convert.main([*there, "memory://bucket/other"]) == 2
         back = ["--workdir", f"{tmp_path}/back", "--from-hf", "memory://bucket/hf"]
         assert convert.main(back) == 0
     again = ["--workdir", f"{tmp_path}/back", "--to-hf", f"{tmp_path}/again"]
@@ -134,6 +146,39 @@ def test_exports_to_and_imports_from_a_store(tmp_path, monkeypatch, capsys):
     assert local == {path.name: path.read_bytes() for path in (tmp_path / "again").iterdir()}
     meta = checkpointer.read_meta(f"{tmp_path}/back/checkpoints", 0)
     assert meta["imported_from"] == "memory://bucket/hf"
+
+
+# As llmx.convert, but it is killed where the last file is to come.
+KILLED = """
+import os, sys
+from llmx import config, convert
+from llmx.checkpoint import hf
+
+def killed(folder, *args):
+    (folder / "model-00001-of-00002.safetensors").write_bytes(b"x")
+    os._exit(9)
+
+hf._write_tensors, config.save_run = killed, lambda run: os._exit(9)
+convert.main(sys.argv[1:])
+"""
+
+
+def test_a_killed_export_or_import_is_made_again(tmp_path, capsys):
+    (tmp_path / "run").mkdir()
+    write_run(tmp_path / "run")
+    export = ["--workdir", f"{tmp_path}/run", "--to-hf", f"{tmp_path}/hf"]
+    back = ["--workdir", f"{tmp_path}/back", "--from-hf", f"{tmp_path}/hf"]
+    for command, folder in ((export, tmp_path / "hf"), (back, tmp_path / "back")):
+        done = subprocess.run([sys.executable, "-c", KILLED, *command], timeout=120, check=False)
+        assert done.returncode == 9 and (folder / output_paths.UNFINISHED).exists()
+        assert convert.main(command) == 0
+        names = {path.name for path in folder.iterdir()}
+        assert "config.json" in names and "model-00001-of-00002.safetensors" not in names
+        assert not names & {output_paths.UNFINISHED, ownership.FILE}
+        assert convert.main(command) == 2  # what is complete stays, marked or not
+        (folder / output_paths.UNFINISHED).touch()
+        assert convert.main(command) == 2
+        assert "is not empty" in capsys.readouterr().err
 
 
 def test_bad_commands_are_refused(tmp_path, capsys):

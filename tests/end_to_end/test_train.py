@@ -406,6 +406,42 @@ def test_kill_and_resume(scratch, undisturbed, elsewhere):
         np.testing.assert_array_equal(losses(workdir), losses(undisturbed[0]))
 
 
+# Ends without a word in the evaluation of a step, once its checkpoint is complete.
+KILLED_IN_EVALUATION = """
+import os, pathlib, sys, time
+from llmx import train
+from llmx.evaluate import held_out
+losses, calls, (step, workdir) = held_out.losses, [], sys.argv[1:3]
+
+def killed(*args, **options):
+    calls.append(1)
+    if 6 * len(calls) < int(step):
+        return losses(*args, **options)
+    while not pathlib.Path(workdir, "checkpoints", step).exists():
+        time.sleep(0.01)
+    os._exit(9)
+
+held_out.losses = killed
+sys.exit(train.main(["--workdir", workdir, *sys.argv[3:]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [6, 12])
+def test_an_evaluation_that_was_killed_is_made_up(scratch, undisturbed, step):
+    workdir = scratch / f"killed_in_evaluation_{step}"
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_IN_EVALUATION, str(step), str(workdir), "--config",
+         str(scratch / "run.py")], env=environment(1), cwd=ROOT, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 9 and step not in records(workdir, "eval")
+    assert train(scratch, workdir).returncode == 0
+    found, expected = (records(folder, "eval") for folder in (workdir, undisturbed[0]))
+    assert list(found) == [6, 12]
+    assert [each["loss"] for each in found.values()] == [e["loss"] for e in expected.values()]
+    np.testing.assert_array_equal(losses(workdir), losses(undisturbed[0]))
+
+
 def trainer(workdir, number: int) -> int:
     """The process id of the trainer `number` of a cluster on this machine."""
     found = []

@@ -184,6 +184,35 @@ def test_a_process_ends_where_nobody_reads_its_log():
     assert child.wait(20) == 75
 
 
+def test_an_owner_that_awakes_late_says_that_its_directory_is_another_s(tmp_path):
+    """Also where the watchdog, or the silence of others, would end it first."""
+    child = run_python(
+        """
+        import json, pathlib, sys
+        from llmx.runtime import ownership
+        from llmx.runtime.job import Job
+        with Job(log=print) as job:
+            job.own(sys.argv[1])
+            record = ownership.own_record(20.0) | {"host": "another"}
+            pathlib.Path(sys.argv[1], ownership.FILE).write_text(json.dumps(record))
+            job.peers.end(75, "no step for 60 s")
+    """,
+        str(tmp_path),
+    )
+    said, _ = child.communicate(timeout=60)
+    assert child.returncode == exits.REFUSED, said
+    assert "was taken over by process" in said.splitlines()[-1] and "no step" not in said
+
+
+def test_the_cause_of_a_refusal_is_the_last_line(capfd):
+    with job.Job(log=print) as run:
+        run.callback(lambda: print("3 records are not in metrics.jsonl", file=sys.stderr))
+        assert run.refuse("the disk is full", exits.UNSAVED) == exits.UNSAVED
+    assert capfd.readouterr().err.splitlines() == [
+        "3 records are not in metrics.jsonl", "the disk is full",
+    ]  # fmt: skip
+
+
 def test_the_coordinator_listens_where_it_is_told():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -112,6 +112,48 @@ def test_each_step_once_even_if_evaluated_again(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("cut, train, held_out", [
+    (lambda lines: lines, "", ""),
+    (lambda lines: [*lines[:-1], lines[-1][:9]], "", "step 12"),  # a torn last line
+    (lambda lines: lines[:4], "steps 4 to 12", "steps 4 to 12 by 2"),
+    (lambda lines: lines[1:], "step 1", ""),
+    (lambda lines: [line for line in lines if b'"step": 5,' not in line], "step 5", ""),
+    (lambda lines: [], "steps 1 to 12", "steps 2 to 12 by 2"),
+], ids=["whole", "torn", "half", "head", "middle", "empty"])  # fmt: skip
+def test_what_a_cut_file_lacks_is_told(tmp_path, cut, train, held_out):
+    """A checkpoint says which steps have had records; those that the next one says are the rest."""
+    path = tmp_path / "metrics.jsonl"
+    with Reporter(tmp_path, QUIET, total_steps=20, tokens_per_step=1) as reporter:
+        for step in range(1, 15):
+            if step == 13:
+                saved = json.loads(json.dumps(reporter.recorded))
+            reporter.train(step, {"loss": 1.0})
+            if step % 2 == 0:
+                reporter.eval(step, {"loss": 2.0})
+    whole = [line for line in path.read_bytes().splitlines(True) if json.loads(line)["step"] < 13]
+    path.write_bytes(b"".join(cut(whole)))
+    said = []
+    with Reporter(
+        tmp_path, QUIET, total_steps=20, tokens_per_step=1, start_step=12, recorded=saved,
+        log=said.append,
+    ) as reporter:  # fmt: skip
+        again = reporter.recorded
+        assert reporter.has_evaluated(12) == (not held_out.endswith(("12", "by 2")))
+    texts = [f"no {kind!r} records of {steps}," for kind, steps in
+             (("train", train), ("eval", held_out)) if steps]  # fmt: skip
+    assert len(said) == len(texts) and all(map(str.__contains__, said, texts)), said
+    report(tmp_path, first=13, last=13, total=20, start_step=12, recorded=again)
+    assert report(tmp_path, first=13, last=13, total=20, start_step=12, recorded=again) == []
+
+
+def test_a_checkpoint_names_few_ranges_of_steps(tmp_path):
+    """Also where steps are recorded without an order."""
+    with Reporter(tmp_path, QUIET, total_steps=9, tokens_per_step=1) as reporter:
+        for number in range(3 * records.MOST_RANGES):
+            reporter.train(number**2 + 1, {"loss": 1.0})
+        assert len(reporter.recorded["train"]) <= records.MOST_RANGES
+
+
 def test_starting_at_zero_begins_the_file_afresh(tmp_path):
     report(tmp_path, last=4)
     report(tmp_path, last=1)

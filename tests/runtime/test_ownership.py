@@ -237,6 +237,24 @@ def test_a_damaged_file_is_watched_and_replaced(workdir, text):
     assert "an unknown run" in log[0]
 
 
+@pytest.mark.parametrize("text", ["", '{"token', "[]", "{}"])
+def test_a_damaged_file_of_a_living_owner_is_mended(workdir, text):
+    """Nobody else has the directory: no run writes such a file."""
+    told, log = [], []
+    with ownership.take(workdir, log=log.append, on_lost=told.append, ttl=TTL) as lease:
+        token = json.loads(file(workdir).read_text())["token"]
+        file(workdir).write_text(text)
+        lease.check()
+        for _ in range(100):
+            if file(workdir).read_text().startswith('{\n "token"'):
+                break
+            time.sleep(0.05)
+        assert json.loads(file(workdir).read_text())["token"] == token
+        lease.check()
+    assert not told and not lease.lost and not file(workdir).exists()
+    assert f"{workdir}/{ownership.FILE} is damaged: written anew" in log[0]
+
+
 def wait_until_lost(lease) -> ownership.Lost:
     for _ in range(100):
         try:

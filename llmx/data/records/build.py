@@ -12,6 +12,7 @@ from concurrent import futures
 from typing import Any
 
 from llmx.data import build as token_build
+from llmx.data import full_disk
 from llmx.data import shards as token_shards
 from llmx.data import sources as sources_lib
 from llmx.data.records import generated, parquet, shards, tsv
@@ -71,6 +72,7 @@ def make_recipe(source: str, config: RecordsConfig, *, skip_bad: bool) -> Recipe
     )
 
 
+@full_disk.names_path
 def write(folder: pathlib.Path, recipe: Recipe, *, log: Log = print) -> None:
     """Writes the shards and the index, or what of them is missing.
 
