@@ -577,7 +577,7 @@ def finish(job: job_lib.Job, loop: Loop, evaluation, code: int):
         with job.progress("sample"):
             show, coder = generate.show_sample, loop.dataset.tokenizer
             job.attempt("the sample", code, show, config, loop.recipe, loop.state, coder, log)
-    loop.goodput.end(loop.step)
+    loop.goodput.end(loop.step, done=loop.step == config.steps)
     in_time = code in (exits.DONE, exits.STOPPED)  # else time may be short
     if jax.process_index() == 0 and loop.step > 0 and in_time:
         draw = lambda: log(f"drawn: {', '.join(map(str, plot.plot_all(config.workdir)))}")  # noqa: E731

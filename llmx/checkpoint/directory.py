@@ -27,11 +27,13 @@ class Entry(NamedTuple):
 
 
 def root_of(directory: str) -> Any:
-    """`directory` as an absolute path that may be in an object store."""
+    """`directory` as an absolute path, without "..", that may be in an object store."""
     from etils import epath
 
-    path = epath.Path(directory)
-    return path if "://" in str(directory) else epath.Path(path.absolute())
+    if "://" in str(directory):
+        return epath.Path(directory)
+    path = epath.Path(directory).absolute()
+    return epath.Path(os.path.realpath(path) if ".." in path.parts else path)
 
 
 def renames_atomically(root: Any) -> bool:

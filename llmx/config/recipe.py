@@ -26,6 +26,7 @@ from llmx.config.axes import layout_of
 from llmx.contract import Gradient, Transform
 from llmx.data import pairs
 from llmx.model import distillation, losses, precision, quantization, quantized, training_loss
+from llmx.model.attention import attend
 from llmx.model.attention.splash import LANES
 from llmx.model.execution import Execution
 from llmx.model.families import ModelConfig
@@ -134,6 +135,10 @@ def make_execution(
     mesh = _mesh(config, devices)
     kind = kind_of(mesh)
     if why_not := precision.refusal(config.precision, config.reduce_dtype, kind.platform):
+        raise ValueError(why_not)
+    # Given devices may be others than those that compute, as for an export.
+    implementation = config.attention.implementation
+    if devices is None and (why_not := attend.refusal(implementation, kind.platform)):
         raise ValueError(why_not)
     return Execution(
         place=sharding.Placement(mesh, layout_of(config)), policy=policy_of(config),

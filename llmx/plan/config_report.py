@@ -63,7 +63,10 @@ def show(
             "llmx.aot, which compiles the run"
         )
     if config.mesh.stage == 1 and not args.replicate:
-        raise ValueError("mesh.stage=1 is no pipeline: give --stages=P, or set --config.mesh.stage")
+        raise ValueError(
+            "give --machine NAME for what a device of this run holds, sends and takes; without it "
+            "a pipeline is planned, and mesh.stage=1 is none (--stages, --config.mesh.stage)"
+        )
     bandwidth, clock, head = machine(args, config)
     memory_bytes = None if args.memory is None else int(args.memory * 2**30)
     if args.replicate:

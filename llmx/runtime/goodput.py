@@ -10,7 +10,8 @@ on counting where the last one ended, or was killed:
   the same, together with the time since the last sign of life of the launch before;
 - other: the rest, which nobody measured.
 
-They add up to the time from the first launch until now. The word is that of Google Cloud ("Goodput
+They add up to the time from the first launch until now, without that between the end of a run and a
+launch after it. The word is that of Google Cloud ("Goodput
 metric as measure of ML productivity", 2024).
 """
 
@@ -64,6 +65,7 @@ class Goodput:
         self._marks: list[tuple[int, float]] = [(start_step, 0.0)]
         self._seconds, self._step, self._written = {}, start_step, began
         self.launches, self._is_first = 1, True
+        self.done = False  # whether the run has reached its last step
         earlier = read(self._path)
         if earlier is not None and (start_step > 0 or not earlier["seconds"]["checkpoint"]):
             self._continue(earlier, start_step)
@@ -76,7 +78,9 @@ class Goodput:
             self.launches, self._from = earlier["launches"], earlier["alive"]
             self._phases_before = earlier["phases"]
         else:
-            self._before["restart"] += max(0.0, self._began - earlier["alive"])
+            # After a run that had reached its end nobody waited for the next launch.
+            idle = 0.0 if earlier["done"] else max(0.0, self._began - earlier["alive"])
+            self._before["restart"] += idle
         marks = [mark for mark in earlier["marks"] if mark[0] <= start_step]
         kept = _interpolate(earlier["marks"], start_step)
         lost = max(0.0, self._before["useful"] - kept)
@@ -136,7 +140,7 @@ class Goodput:
         document = {
             "launches": self.launches, "step": self._step, "alive": self._written,
             "seconds": self.seconds(), "marks": self._marks, "process": _process(),
-            "began": self._began, "phases": self._phases,
+            "began": self._began, "phases": self._phases, "done": self.done,
         }  # fmt: skip
         temporary = self._path.with_suffix(".tmp")
         temporary.write_text(json.dumps(document) + "\n")
@@ -169,9 +173,10 @@ class Meter:
                 self._recorded = time.monotonic()
                 self._reporter.event("goodput", step, self._count.scalars())
 
-    def end(self, step: int):
-        """Records the goodput and shows it in a line."""
+    def end(self, step: int, *, done: bool):
+        """Records the goodput and shows it in a line; `done`: the run has no more steps."""
         if self._reporter.writes:
+            self._count.done = done
             self._update(step)
             self._reporter.event("goodput", step, self._count.scalars())
             self._reporter.note(self._count.text())
@@ -195,6 +200,7 @@ def read(path: pathlib.Path) -> dict[str, Any] | None:
         alive, launches = float(document["alive"]), int(document["launches"])
         phases = {str(name): number(value) for name, value in document["phases"].items()}
         process, began = str(document["process"]), float(document["began"])
+        done = document.get("done") is True
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
             OverflowError):  # fmt: skip
         return None
@@ -203,7 +209,7 @@ def read(path: pathlib.Path) -> dict[str, Any] | None:
         return None
     return {
         "seconds": seconds, "marks": marks, "alive": alive, "launches": launches,
-        "phases": phases, "process": process, "began": began,
+        "phases": phases, "process": process, "began": began, "done": done,
     }  # fmt: skip
 
 

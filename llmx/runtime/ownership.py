@@ -359,7 +359,8 @@ def open_store(workdir: str) -> Any:
     """TensorStore's key-value store of a directory. Raises Unavailable."""
     import tensorstore
 
-    folder = {"driver": "file", "path": f"{Path(workdir).absolute()}/"}
+    # TensorStore refuses "..", and of a link only the file system knows where that leads.
+    folder = {"driver": "file", "path": f"{os.path.realpath(workdir)}/"}
     spec = folder if is_local(workdir) else kvstore_spec(workdir.rstrip("/") + "/")
     return _wait(lambda: tensorstore.KvStore.open(spec))
 

@@ -381,7 +381,7 @@ def test_layers_are_timed_on_this_machine(tmp_path, capsys):
             ["--memory=12 GiB is too little", "; what fits: --config.", "--config.remat="],
         ),
         (["--chip=v5p", "--stages=5"], ["does not divide over 5 = stage5"]),
-        (["--chip=v5p", "--stages=1"], ["mesh.stage=1 is no pipeline: give --stages=P"]),
+        (["--chip=v5p", "--stages=1"], ["give --machine NAME", "mesh.stage=1 is none"]),
         (["--chip=v5p", "--table=none.csv"], ["pipeline.table='none.csv' cannot be read"]),
         (["--chip=v4", "--config.mesh.across_slices=('stage',)"], ["give --bandwidth"]),
         (["--chip=v5p", "--replicate"], ["--replicate needs --devices=N"]),

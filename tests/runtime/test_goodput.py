@@ -118,7 +118,7 @@ def test_the_meter_records_and_ends_nothing(tmp_path):
         meter = goodput.Meter(tmp_path, lambda: phases, reporter, start_step=0)
         for step in (1, 2, 3):
             meter.step(step)
-        meter.end(3)
+        meter.end(3, done=True)
     (record,) = read_records(tmp_path / "metrics.jsonl")
     assert (record["kind"], record["step"], record["launches"]) == ("goodput", 3, 1.0)
     assert record["useful_share"] == pytest.approx(5 / 8, rel=0.05)
@@ -177,3 +177,15 @@ def test_a_sign_of_life_is_due_now_and_then(tmp_path):
     assert count.is_due()
     count.write()
     assert not count.is_due()
+
+
+@pytest.mark.parametrize(("done", "restart"), [(True, 0.0), (False, 1000.0)])
+def test_nobody_waits_after_the_end_of_a_run(tmp_path, done, restart):
+    now = [100.0]
+    first = goodput.Goodput(tmp_path, start_step=0, began=100.0, clock=lambda: now[0])
+    first.done = done
+    first.update(3, {"step": 5.0, "save": 1.0})
+    first.write()
+    now[0] += 1000
+    again = goodput.Goodput(tmp_path, start_step=3, began=now[0], clock=lambda: now[0])
+    assert again.seconds()["restart"] == restart

@@ -444,3 +444,10 @@ def test_an_import_needs_the_directory_too(workdir, holder, monkeypatch, tmp_pat
     with pytest.raises(ValueError, match=f"in use by process {holder.pid} on"):
         convert.from_hf(str(tmp_path), workdir)
     assert os.listdir(workdir) == [ownership.FILE]
+
+
+def test_a_directory_may_be_named_by_its_parent(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with ownership.take("../run", log=print):
+        assert (tmp_path / "run" / ownership.FILE).is_file()

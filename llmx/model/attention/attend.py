@@ -34,6 +34,8 @@ IMPLEMENTATIONS: dict[str, Kernel] = {
 }  # fmt: skip
 # What "auto" tries, in this order, by the platform of the mesh; blockwise alone on others.
 PREFERRED = {"tpu": ("splash", "blockwise"), "gpu": ("cudnn", "triton", "blockwise")}
+# Where others than all run; on the CPU they are interpreted, for tests.
+RUNS_ON = {"splash": ("tpu", "cpu"), "cudnn": ("gpu",), "triton": ("gpu", "cpu")}
 # What it costs that those before it in PREFERRED do not support the inputs.
 COSTS = {
     "triton": "1.3 times cuDNN's time for one document of 2,048 tokens on an H200, "
@@ -66,6 +68,19 @@ def candidates(implementation: str, platform: str) -> tuple[str, ...]:
     """The implementations to try, best first."""
     preferred = PREFERRED.get(platform, ("blockwise",))
     return preferred if implementation == "auto" else (implementation,)
+
+
+def refusal(implementation: str, platform: str) -> str:
+    """Why an implementation does not run on a platform of jax, with the remedy; "" if it does."""
+    platform = platform if platform in ("cpu", "tpu") else "gpu"
+    runs_on = RUNS_ON.get(implementation, (platform,))
+    if platform in runs_on:
+        return ""
+    good = [name for name in IMPLEMENTATIONS if platform in RUNS_ON.get(name, (platform,))]
+    return (
+        f"attention.implementation={implementation!r} runs on {' and '.join(runs_on)}, not on "
+        f"{platform}: use 'auto', or one of {good}"
+    )
 
 
 def split_of(config: AttentionConfig, place: sharding.Placement) -> Split:
