@@ -2,7 +2,7 @@ r"""The quickstart's model on four replicas that exchange one bit per number: 1-
 
     python -m llmx.train --config configs/slow_network.py --config.launch.cpu_devices=4
     python -m llmx.train --config configs/slow_network.py --config.launch.cpu_devices=4 \
-        --config.sync.strategy=mean --workdir runs/slow_network_mean
+        --config.sync.strategy=mean --config.sync.warmup_steps=0 --workdir runs/slow_network_mean
     python -m llmx.aot --config configs/slow_network.py --topology v5e:2x2
 
 The replicas are four devices, here fake ones of a CPU. They average their gradients for 180 steps,

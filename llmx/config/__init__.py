@@ -199,13 +199,26 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
     if end in OTHER_NAMES and OTHER_NAMES[end] in known:
         near = [OTHER_NAMES[end]]
         return f"{key[:200]} is not a key of the config: did you mean {near[0]}?"
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    near = _of_sections(key, known) or difflib.get_close_matches(key, known, n=1, cutoff=0.5)
     if not near:  # the right key in the wrong section
         ends = {name.rpartition(".")[2]: name for name in reversed(known)}
         last = difflib.get_close_matches(key.rpartition(".")[2], ends, n=1)
         near = [ends[name] for name in last]
     hint = f"did you mean {near[0]}?" if near else "docs/configuration.md lists the keys"
     return f"{key[:200]} is not a key of the config: {hint}"
+
+
+# Sections whose keys are meant where several have one of that name.
+FIRST = ("optimizer", "model", "batch", "data", "checkpoint")
+
+
+def _of_sections(key: str, known: Sequence[str]) -> list[str]:
+    """The key of this very name in the section that was probably meant; [] = none has one."""
+    section, _, end = key.rpartition(".")
+    of = {name.rpartition(".")[0]: name for name in known if name.rpartition(".")[2] == end}
+    near = difflib.get_close_matches(section, of, n=1, cutoff=0.5)
+    near = near or [name for name in FIRST if name in of] or list(of)
+    return [of[name] for name in near[:1]]
 
 
 def get_value(config: Any, key: str) -> Any:

@@ -88,7 +88,9 @@ def _needs(kind: type, prefix: str, of: Needs) -> Iterator[tuple[str, Needs]]:
         if dataclasses.is_dataclass(hint := hints[field.name]):
             yield from _needs(hint, f"{key}.", found)
         else:
-            yield key, {other: wanted for other, wanted in found.items() if other != key}
+            # A section's needs are not those of the keys that decide them.
+            decide = lambda other: DERIVED[other].keys if other in DERIVED else (other,)  # noqa: E731
+            yield key, {other: found[other] for other in found if key not in decide(other)}
 
 
 def idle(config: Any) -> Iterator[Idle]:

@@ -5,6 +5,7 @@ import functools
 import os
 import pathlib
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 
 from llmx import config as config_lib
@@ -110,7 +111,7 @@ def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
             last = "it has no function get_config(), which makes the config"
         elif kind == ".json":
             last = " ".join(lines)
-        raise ConfigError([f"{path} fails: {last}"]) from error
+        raise ConfigError([f"{_line_of(error, path, file)} fails: {last}"]) from error
     if not isinstance(config, Config):
         given = type(config).__name__
         raise ConfigError([f"{path}: get_config() returns {given}; return an llmx.config.Config"])
@@ -143,6 +144,17 @@ def _renamed(family: str, made: str, path: str) -> str:
         f"model.family={family!r} changes the name alone of a model that {path} makes as {made!r}: "
         f"use families.preset({family!r}, ...) in a config file, which also sets what that has"
     )
+
+
+def _line_of(error: BaseException, path: str, file: str) -> str:
+    """The path of a config file, with the line that failed, where one did."""
+    if isinstance(error, SyntaxError) and error.filename and os.path.samefile(error.filename, file):
+        return f"{path}, line {error.lineno},"
+    frames, chain = [], error
+    while chain is not None:  # ml_collections raises another
+        frames, chain = [*traceback.extract_tb(chain.__traceback__), *frames], chain.__context__
+    lines = [one.lineno for one in frames if os.path.abspath(one.filename) == os.path.abspath(file)]
+    return f"{path}, line {lines[-1]}," if lines else path
 
 
 def _left_out(config: Config, written: Config, overrides: Mapping[str, str]) -> list[str]:

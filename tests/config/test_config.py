@@ -410,6 +410,22 @@ def test_other_names_of_keys_are_known():
         assert key in known
 
 
+@pytest.mark.parametrize(("key", "meant"), [
+    ("learning_rate", "optimizer.learning_rate"), ("tabels.learning_rate", "tables.learning_rate"),
+    ("trainer.learning_rate", "optimizer.learning_rate"),
+    ("num_layers", "model.num_layers"), ("weight_decay", "optimizer.weight_decay"),
+    ("optimizer.learning_rte", "optimizer.learning_rate"),
+])  # fmt: skip
+def test_the_key_that_is_meant_is_named(key, meant):
+    assert f"did you mean {meant}?" in config.unknown_key(key, config.leaf_types(config.Config))
+
+
+@pytest.mark.parametrize("body", ["    run.model = families.preset('llama9')\n", "    run.(\n"])
+def test_a_failing_file_is_named_with_its_line(tmp_path, body):
+    with pytest.raises(config.ConfigError, match=r"run\.py, line 8, fails: "):
+        parsed(write(tmp_path, body))
+
+
 def test_a_warmup_that_does_not_end_is_told():
     run = config.default()
     run.steps, run.optimizer.warmup_steps = 500, 2000
