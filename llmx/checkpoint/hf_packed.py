@@ -77,7 +77,7 @@ def _require_as_read(name: str, leaf: Any, read: Mapping[str, Any] | None) -> No
         own = leaf.bits, leaf.zero is None, size // groups
         if own == (read["num_bits"], read["symmetric"], read["group_size"] or size):
             return
-    elif not is_packed and (not read or leaf.ndim < 3):
+    elif not is_packed and (not read or len(leaf.shape) < 3):
         return
     stored = f"{leaf.bits} bits of {packed.inputs_of(leaf)}" if is_packed else "not packed"
     raise ValueError(
