@@ -129,26 +129,40 @@ def test_uploads_that_fail_lose_no_checkpoint(tmp_path, store, fault):
     assert complete(remote.find(URL))[-1] == STEPS
 
 
-def test_a_start_that_the_store_fails_can_be_made_again(tmp_path, store):
+def _listing(fault):
+    return lambda request: fault if request.is_listing else None
+
+
+def _reading(fault, text):
+    return lambda request: fault if request.reads(text) else None
+
+
+AT_A_START = [
+    (_listing("empty"), exits.AGAIN, "lacks owner.json"),
+    (_listing(403), exits.REFUSED, "the credentials"),
+    (_reading("flip", "checkpoints/"), exits.AGAIN, "run again"),
+]
+MORE_AT_A_START = [
+    (_listing(503), exits.AGAIN, "run again"),
+    (_reading("cut", "checkpoints/"), exits.AGAIN, "run again"),
+    (_reading("short", "checkpoints/"), exits.AGAIN, "run again"),
+    (_reading("flip", "metrics.jsonl"), exits.AGAIN, "run again"),
+    (_reading(500, "owner.json"), exits.AGAIN, "cannot be written"),
+]
+
+
+@pytest.mark.parametrize(
+    "faults", [AT_A_START, pytest.param(MORE_AT_A_START, marks=RARE)], ids=["few", "more"]
+)
+def test_a_start_that_the_store_fails_can_be_made_again(tmp_path, store, faults):
     """Each fault at the start: its exit code, and nothing is written or lost."""
     whole = expected_losses(tmp_path)
     code, said = run(tmp_path, f"--config.steps={STEPS - 4}")
     assert code == 0 and f"uploaded to {URL}" in said, said
     before = remote.find(URL)
     shutil.rmtree(folder(tmp_path))  # as on another machine
-    listing = lambda fault: lambda request: fault if request.is_listing else None  # noqa: E731
-    reading = lambda fault, text: lambda request: fault if request.reads(text) else None  # noqa: E731
-    for faults, wanted, words in (
-        (listing("empty"), exits.AGAIN, "lacks owner.json"),
-        (listing(503), exits.AGAIN, "run again"),
-        (listing(403), exits.REFUSED, "the credentials"),
-        (reading("cut", "checkpoints/"), exits.AGAIN, "run again"),
-        (reading("short", "checkpoints/"), exits.AGAIN, "run again"),
-        (reading("flip", "checkpoints/"), exits.AGAIN, "run again"),
-        (reading("flip", "metrics.jsonl"), exits.AGAIN, "run again"),
-        (reading(500, "owner.json"), exits.AGAIN, "cannot be written"),
-    ):
-        store.fault = faults
+    for fault, wanted, words in faults:
+        store.fault = fault
         code, said = run(tmp_path, quick="from llmx.runtime import ownership; "
                          "ownership.IO_SECONDS = 3.0")  # fmt: skip
         assert code == wanted and words in said, (words, code, said)
