@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import tokenizers as library
-from support import memory_store, small_tokenizers
+from support import chat_templates, memory_store, small_tokenizers
 
 from llmx import config, convert, generate
 from llmx.checkpoint import checkpointer, hf, hf_reader
@@ -24,13 +24,19 @@ def leaves_of(tree: dict) -> list[np.ndarray]:
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
 
 
-def write_run(workdir, *, ema_decay: float = 0.0, tokenizer=None) -> dict[int, dict]:
-    """A work directory as a run leaves it, with two checkpoints; returns their states."""
+def write_run(
+    workdir, *, ema_decay: float = 0.0, tokenizer=None, format="text", always=None
+) -> dict[int, dict]:
+    """A work directory as a run leaves it, with two checkpoints; returns their states.
+
+    always: a token of which the model is sure, whatever was before.
+    """
     tokenizer = tokenizer or tokenizers.ByteTokenizer()
     run = config.default()
     run.workdir, run.steps = str(workdir), 9
     run.model = families.preset("llama3", vocab_size=tokenizer.vocab_size, num_layers=2)
     run.batch.sequence_length, run.optimizer.ema_decay = 64, ema_decay
+    run.data.format = format
     config.save_run(run)
     tokenizer.save(workdir / "tokenizer.json")
     shapes, _ = apply.abstract_parameters(run.model)
@@ -40,6 +46,12 @@ def write_run(workdir, *, ema_decay: float = 0.0, tokenizer=None) -> dict[int, d
             noise = np.random.default_rng(step)
             draw = lambda leaf: noise.normal(size=leaf.shape).astype(np.float32)  # noqa: B023, E731
             states[step] = {"params": jax.tree.map(draw, shapes)}
+            if always is not None:
+                params = jax.tree.map(lambda leaf: np.zeros(leaf.shape, np.float32), shapes)
+                params["embedding"] += 1
+                params["norm"]["scale"] += 1
+                params["head"][always] = 1
+                states[step]["params"] = params
             if ema_decay:
                 states[step]["ema"] = jax.tree.map(draw, shapes)
             arrays = jax.tree.map(jax.numpy.asarray, states[step])
@@ -81,6 +93,50 @@ def test_the_average_goes_first(flags, part, tmp_path):
     command = ["--workdir", f"{tmp_path}", "--to-hf", f"{tmp_path}/new", *flags]
     assert convert.main(command) == 0
     assert_exported(tmp_path / "new", states[9][part])
+
+
+@pytest.mark.parametrize(
+    ("format", "generation"),
+    [("text", ""), ("chat", ""), ("preference", '{"eos_token_id": [501], "top_k": 3}'),
+     ("chat", '{"top_k": 3}')],
+)  # fmt: skip
+def test_what_learned_to_end_its_turns_ends_there(format, generation, tmp_path, capsys):
+    """In all programs, although the model's own end of text is another token."""
+    transformers = pytest.importorskip("transformers")
+    gguf = pytest.importorskip("gguf")
+    files = {"generation_config_json": generation} if generation else {}
+    template = chat_templates.CHATML
+    folder = small_tokenizers.write(
+        tmp_path / "base", "byte_level", chat_template_jinja=template, **files
+    )
+    coder = tokenizers.load(folder)
+    turn, last = coder.special["<|im_end|>"], coder.end_of_document
+    work = tmp_path / "run"
+    work.mkdir()
+    write_run(work, tokenizer=coder, format=format, always=turn)
+    flags = ["--workdir", str(work)]
+    assert convert.main([*flags, "--to-hf", str(tmp_path / "out")]) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    ids = theirs("the model", return_tensors="pt")
+    found = model.generate(**ids, max_new_tokens=5, do_sample=False)[0].tolist()
+    count = 5 if format == "text" else 1
+    assert found[ids["input_ids"].shape[1] :] == [turn] * count
+    ends = [last] if format == "text" else [last, turn]
+    stops = json.loads((tmp_path / "out" / hf_reader.CONFIG).read_text())["eos_token_id"]
+    assert stops == (ends if ends[1:] else last)
+    if format == "text":  # as they were
+        assert (tmp_path / "out/generation_config.json").is_file() == bool(generation)
+    else:
+        kept = json.loads((tmp_path / "out/generation_config.json").read_text())
+        assert kept["eos_token_id"] == ends and kept.get("top_k") == (3 if generation else None)
+    capsys.readouterr()
+    text = [*flags, "--prompt", "the model", "--max-tokens", "5", "--temperature", "0"]
+    assert generate.main(text) == 0
+    assert f"{5 if format == 'text' else 0} tokens added" in "".join(capsys.readouterr())
+    assert convert.main([*flags, "--to-gguf", str(tmp_path / "out.gguf")]) == 0
+    field = gguf.GGUFReader(tmp_path / "out.gguf").get_field("tokenizer.ggml.eot_token_id")
+    assert (field and field.contents()) == (None if format == "text" else turn)
 
 
 def test_bytes_are_a_tokenizer_elsewhere(tmp_path):
