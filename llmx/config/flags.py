@@ -6,7 +6,7 @@ import os
 import pathlib
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from llmx import config as config_lib
 from llmx.config import Config, ConfigError, value_types
@@ -120,6 +120,15 @@ def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
             f"{path} is of another start, whose settings of the machine are not taken: "
             f"{', '.join(left)}; give as --config.KEY=VALUE what is to hold here"
         )
+    return config, _override(config, overrides, read, path)
+
+
+def _override(
+    config: Config, overrides: Mapping[str, str], read: Callable[[Sequence[str]], Config], path: str
+) -> list[str]:
+    """Sets each override, which `read` turns into a value of its type; returns the problems."""
+    import absl.flags
+
     kinds, problems = config_lib.leaf_types(Config), []
     for key, text in overrides.items():
         if key not in kinds:
@@ -135,7 +144,7 @@ def _load(path: str, overrides: dict[str, str]) -> tuple[Config, list[str]]:
         except (ValueError, TypeError, absl.flags.Error):
             wanted = value_types.type_name(kinds[key])
             problems.append(f"{key}={json_files.shown(text)} is not {wanted}")
-    return config, problems
+    return problems
 
 
 def _renamed(family: str, made: str, path: str) -> str:
