@@ -117,13 +117,13 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             )
             resources.enter_context(tier)
             restored, rows = restore(config, recipe, checkpoints, dataset, job, tier)
+
+            # 5. Compile the step, explicitly: a program for each phase that is still to come.
+            loop = Loop(config, recipe, dataset, restored, job, rows)
         except ValueError as error:
             return job.refuse(error, describe.failure_code(error))
         except OSError as error:
             return job.refuse(*describe.failure(config, error))
-
-        # 5. Compile the step, explicitly: a program for each phase that is still to come.
-        loop = Loop(config, recipe, dataset, restored, job, rows)
 
         # 6. The loop.
         code = exits.DONE

@@ -81,7 +81,7 @@ def resolve(
         found += checks.problems(config)
     found += [*table_checks.problems(config), *preference_checks.problems(config)]
     found += effects.problems(config, found)
-    if found:
+    if found or (found := list(state_memory.unplaced(config))):
         raise ConfigError(found)
     return config
 

@@ -134,12 +134,10 @@ def make_execution(
     """Where and how a run's model is computed, beside the model of a teacher."""
     mesh = _mesh(config, devices)
     kind = kind_of(mesh)
-    if why_not := precision.refusal(config.precision, config.reduce_dtype, kind.platform):
-        raise ValueError(why_not)
     # Given devices may be others than those that compute, as for an export.
-    implementation = config.attention.implementation
-    if devices is None and (why_not := attend.refusal(implementation, kind.platform)):
-        raise ValueError(why_not)
+    computes = devices is None or isinstance(devices, AbstractDevice)
+    if found := _problems_of_device(config, kind.platform, computes=computes):
+        raise config_lib.ConfigError(found)
     return Execution(
         place=sharding.Placement(mesh, layout_of(config)), policy=policy_of(config),
         remat=config.remat, offloaded=config.offload.saves, attention=config.attention,
@@ -150,6 +148,18 @@ def make_execution(
         tables=_tables(config, mesh), turns=turns_of(config, kind.device_kind),
         distilled=distillation.of(config.distillation, student=config.model, teacher=teacher),
     )  # fmt: skip
+
+
+def _problems_of_device(
+    config: config_lib.Config, platform: str, *, computes: bool
+) -> list[str]:  # fmt: skip
+    """What devices of a platform do not have. `computes`: whether they also run the step."""
+    found = [precision.refusal(config.precision, config.reduce_dtype, platform)]
+    if computes:
+        found.append(attend.refusal(config.attention.implementation, platform))
+    if platform not in ("cpu", "tpu"):
+        found.append(checks.rings_in_branches(config))
+    return list(filter(None, found))
 
 
 def _tables(config: config_lib.Config, mesh: Mesh | AbstractMesh) -> tables_lib.Tables | None:
@@ -237,8 +247,6 @@ def _gradient_maker(
     table = utilization.table_of(config)
     chunks = stages_lib.cut(config.model.num_blocks, table.stage_of, config.pipeline.layers)
     rows = (config.batch.size, config.batch.sequence_length)
-    if on_gpu and (why_not := checks.rings_in_branches(config)):
-        raise ValueError(why_not)
     chip = hardware.chip_of(device.device_kind)
     memory = chip and chip.device_hbm_bytes
     make = functools.partial(

@@ -8,10 +8,11 @@ shapes and shardings of the recipe.
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh
 
 from llmx import sharding
 from llmx.config import Config, utilization
@@ -93,6 +94,23 @@ def unsplit(leaf: Leaf, table: Mapping[str, tuple[str, ...]], sizes: Mapping[str
     found = sharding.split_axes(leaf.axes, table, sizes, leaf.shape)
     dim = leaf.axes.index("embed")
     return leaf.shape[dim] % math.prod(sizes[axis] for axis in found[dim]) > 0
+
+
+def unplaced(run: Config) -> Iterator[str]:
+    """Parameters that do not divide over the mesh axes over which the layout splits them."""
+    sizes = {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
+    sizes["stage"] = 1  # chunks of unequal length are filled up
+    if -1 in sizes.values():
+        return
+    mesh = AbstractMesh(tuple(sizes.values()), tuple(sizes))
+    tables = [vars(layout_of(run))[name] for name in ("parameters", "gradients", "optimizer")]
+    for leaf in (*leaves(run.model), *of_adapters(run)):
+        for table in tables:
+            try:
+                sharding.spec(leaf.axes, table, mesh, shape=leaf.shape)
+            except ValueError as error:
+                yield f"mesh: {leaf.name}: {error}"
+                break
 
 
 def head_of(model: ModelConfig) -> Leaf:

@@ -70,6 +70,10 @@ def candidates(implementation: str, platform: str) -> tuple[str, ...]:
     return preferred if implementation == "auto" else (implementation,)
 
 
+class Unsupported(ValueError):
+    """The configured implementation does not take arrays of these shapes or dtypes."""
+
+
 def refusal(implementation: str, platform: str) -> str:
     """Why an implementation does not run on a platform of jax, with the remedy; "" if it does."""
     platform = platform if platform in ("cpu", "tpu") else "gpu"
@@ -146,7 +150,7 @@ def attend(
 
     Communicates over `sequence`: see `attention_over` and `cache.attention_over_slots`.
 
-    Raises ValueError where the configured implementation does not support the inputs.
+    Raises Unsupported where the configured implementation does not support the inputs.
     """
     device = kind_of(place.mesh)
     query, key = place.activation(QUERY), place.activation((KEY[0], keys, kv_heads, KEY[3]))
@@ -178,7 +182,7 @@ def attend(
     try:
         return region(query_BTNH, key_BSKH, value_BSKH, mask, sinks_BTN)
     except NotImplementedError as error:
-        raise ValueError(
+        raise Unsupported(
             f"attention.implementation={config.implementation!r} cannot do this: {error}; "
             "use attention.implementation='auto'"
         ) from None
