@@ -40,6 +40,11 @@ MOST_NUMBERS = 2**27
 Report = tuple[dict[str, Any], str]  # as JSON and as text
 Shares = Callable[..., dict[str, float]]  # of `shares_of`
 
+_NO_PIPELINE = (
+    "give --machine NAME for what a device of this run holds, sends and takes; without it a "
+    "pipeline is planned, and mesh.stage=1 is none (--stages, --config.mesh.stage)"
+)
+
 
 def show(
     command: argparse.ArgumentParser, args: argparse.Namespace, argv: Sequence[str] | None
@@ -63,10 +68,7 @@ def show(
             "llmx.aot, which compiles the run"
         )
     if config.mesh.stage == 1 and not args.replicate:
-        raise ValueError(
-            "give --machine NAME for what a device of this run holds, sends and takes; without it "
-            "a pipeline is planned, and mesh.stage=1 is none (--stages, --config.mesh.stage)"
-        )
+        raise ValueError(_NO_PIPELINE)
     bandwidth, clock, head = machine(args, config)
     memory_bytes = None if args.memory is None else int(args.memory * 2**30)
     if args.replicate:
