@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from llmx.data import build as token_build
 from llmx.data.records import build, schema, shards, sources
 from llmx.data.records import config as config_lib
-from llmx.runtime import bounds
+from llmx.runtime import bounds, printable
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("\n".join(problems))
         write(arguments, config)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        printable.error(error)
         return 2
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)
