@@ -39,7 +39,7 @@ from llmx.checkpoint import (
 from llmx.config import checks, recipe
 from llmx.data import chat, remote, tokenizers
 from llmx.model import dense
-from llmx.runtime import exits, launch, output_paths, ownership
+from llmx.runtime import exits, launch, output_paths, ownership, printable
 
 
 def to_hf(
@@ -354,11 +354,11 @@ def main(argv: list[str] | None = None) -> int:
             launch.log(f"step {step} of {args.workdir} is now in {args.to_hf}")
         return 0
     except writer.Unwritten as error:
-        print(f"error: {error}", file=sys.stderr)
+        printable.error(error)
         return exits.UNSAVED
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        printable.error(error)
         return 2
     except KeyboardInterrupt:  # what was written is removed
         print("interrupted: run the same command again", file=sys.stderr)

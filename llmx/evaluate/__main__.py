@@ -11,7 +11,7 @@ import json
 import math
 import sys
 
-from llmx.runtime import exits
+from llmx.runtime import exits, printable
 
 if __name__ == "__main__":
     exits.silent_interrupts()
@@ -57,18 +57,18 @@ def main(argv: list[str] | None = None) -> int:
         step, result, sentence = _evaluate(args)
     # RuntimeError: no checkpoint of the run is good, or the devices have no room for it.
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        printable.error(error)
         return 2
     try:
         if jax.process_index() == 0:
             shown = (
                 json.dumps({**result, "step": step}) if args.json else f"step {step}: {sentence}"
             )
-            print(shown, flush=True)
+            print(printable.printable(shown), flush=True)
     except BrokenPipeError:
         sys.stdout = None  # the reader has seen enough
     except OSError as error:
-        print(f"error: the result cannot be written: {error}", file=sys.stderr)
+        printable.error(f"the result cannot be written: {error}")
         return 2
     return 0
 

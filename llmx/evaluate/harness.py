@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from llmx.runtime import exits
+from llmx.runtime import exits, printable
 
 if __name__ == "__main__":
     exits.silent_interrupts()
@@ -33,10 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("llmx"):
             raise
-        print(
-            "error: lm-evaluation-harness is not here "
-            f"({error.name}): pip install 'lm-eval>=0.4.13'",
-            file=sys.stderr,
+        printable.error(
+            f"lm-evaluation-harness is not here ({error.name}): pip install 'lm-eval>=0.4.13'"
         )
         return exits.REFUSED
     command = [words.pop(0)] if words[:1] in (["run"], ["ls"], ["validate"]) else ["run"]
@@ -47,12 +45,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cli_evaluate()
     except harness_model.Refused as error:
-        print(f"error: {error}", file=sys.stderr)
+        printable.error(error)
         return exits.REFUSED
     except ValueError as error:
         if not _of_arguments(error):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        printable.error(error)
         return exits.REFUSED
     finally:
         sys.argv = before
