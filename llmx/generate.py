@@ -20,7 +20,7 @@ import jax
 
 from llmx import config as config_lib
 from llmx.checkpoint import mirror, model_params
-from llmx.config import checks
+from llmx.config import checks, describe
 from llmx.config import recipe as recipe_lib
 from llmx.contract import State
 from llmx.data import chat, generated, text_stream, tokenizers
@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError, OSError) as error:
         printable.error(error)
-        return 2
+        return describe.failure_code(error)
     return 0
 
 

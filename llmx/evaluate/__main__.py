@@ -20,6 +20,7 @@ import jax
 
 from llmx import config
 from llmx.checkpoint import mirror, resume
+from llmx.config import describe
 from llmx.config import recipe as recipe_lib
 from llmx.data import dataset as data_lib
 from llmx.data import tokenizers
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     # RuntimeError: no checkpoint of the run is good, or the devices have no room for it.
     except (ValueError, RuntimeError, OSError) as error:
         printable.error(error)
-        return 2
+        return describe.failure_code(error)
     try:
         if jax.process_index() == 0:
             shown = (
