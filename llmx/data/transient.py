@@ -15,8 +15,12 @@ _NUMBERS = frozenset(
         "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH", "ENOBUFS",
     ) if hasattr(errno, name)
 )  # fmt: skip
-# Codes of TensorStore, and names of errors of the network in packages that are not always there.
+# Codes of TensorStore, jax and gRPC. TensorStore raises errors of Python, with the code first;
+# elsewhere in a text they may be words of the user's.
 _CODES = re.compile(r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED)\b")
+_CODE_FIRST = re.compile(rf"{_CODES.pattern}: ")
+_OF_CODES = ("jax", "jaxlib", "tensorstore", "grpc")
+# Names of errors of the network in packages that are not always there.
 _NAMES = re.compile(
     r"ConnectionError|HTTPClientError|ClientConnectionError|ClientPayloadError|TransportError|"
     r"IncompleteRead|ResponseStreamingError|Timeout|ChecksumError|ProtocolError"
@@ -70,7 +74,15 @@ def _is_transient(error: BaseException) -> bool:
         return True
     if any(_NAMES.search(kind.__name__) for kind in type(error).__mro__):
         return True
-    return not isinstance(error, OSError) and bool(_CODES.search(str(error)))
+    return _has_code(error)
+
+
+def _has_code(error: BaseException) -> bool:
+    packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    if packages & {*_OF_CODES}:
+        return bool(_CODES.search(str(error)))
+    is_plain = packages == {"builtins"} and not isinstance(error, OSError)
+    return is_plain and bool(_CODE_FIRST.match(str(error)))
 
 
 def problem(what: str, error: BaseException, remedy: str) -> str:

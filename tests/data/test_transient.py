@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 
+import jax
 import pytest
 
 from llmx.checkpoint import manifest, restore
@@ -41,6 +42,8 @@ TRANSIENT = [
     ClientError("BadDigest", 400),
     ReadTimeoutError(),
     RuntimeError("UNAVAILABLE: no answer"),
+    ValueError("ABORTED: the generation has changed"),  # as TensorStore's
+    jax.errors.JaxRuntimeError("collective: DEADLINE_EXCEEDED: no word"),
     transient.Transient("cut"),
 ]
 LASTING = [
@@ -51,6 +54,10 @@ LASTING = [
     ClientError("AccessDenied", 403),
     ClientError("NoSuchBucket", 404),
     ValueError("malformed"),
+    ValueError("a.jsonl:1: role 'UNAVAILABLE' is none of user, assistant"),
+    ValueError("a.jsonl:1: ORDER ABORTED: no column"),
+    KeyError("DEADLINE_EXCEEDED"),
+    manifest.Corrupt("UNAVAILABLE: is the name of a leaf"),
 ]
 
 
@@ -189,6 +196,17 @@ def test_the_command_says_whether_to_run_again(tmp_path, monkeypatch, capsys, nu
     assert command.main(command_line) == code
     said = capsys.readouterr().err
     assert str(path) in said and ("run again" in said) == (code == exits.AGAIN)
+
+
+def test_words_of_a_source_are_no_codes(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    messages = [{"role": "UNAVAILABLE", "content": "ORDER ABORTED"}]
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    template = tmp_path / "a.jinja"
+    template.write_text("{{ raise_exception('no such role: ' + messages[0].role) }}")
+    command_line = ["--source", str(path), "--format", "chat", "--chat-template", str(template)]
+    assert command.main([*command_line, "--output", str(tmp_path / "out")]) == exits.REFUSED
+    assert "UNAVAILABLE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
