@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llmx.checkpoint import directory
-from llmx.data import remote, transient
+from llmx.data import full_disk, remote, transient
 from llmx.runtime import exits, ownership
 
 SCHEMES = ("s3", "gs")  # of which tensorstore has conditional writes, for the lease
@@ -265,9 +265,7 @@ class Mirror:
     def _write_record(self, launches: list[str], *, uploaded: bool) -> None:
         self._launches, self._uploaded = launches, uploaded
         record = {"launches": launches, "uploaded": uploaded, "whole": not self._several}
-        partial = self._folder / f"{RECORD}.tmp"
-        partial.write_text(json.dumps(record))
-        partial.replace(self._folder / RECORD)
+        full_disk.write_atomically(self._folder / RECORD, json.dumps(record).encode())
 
     # ------------------------------------------------------------------------------ while it runs
 

@@ -263,10 +263,7 @@ def save_run(config: Config):
     """Writes WORKDIR/config.json, which `load_run` reads."""
     path = pathlib.Path(config.workdir) / "config.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    write = full_disk.names_path(pathlib.Path.write_text)
-    write(temporary, json.dumps(to_json(config), indent=2) + "\n")
-    temporary.replace(path)
+    full_disk.write_atomically(path, (json.dumps(to_json(config), indent=2) + "\n").encode())
 
 
 def load_run(workdir: str, *, with_ngrams: bool = False) -> Config:

@@ -1,7 +1,9 @@
-"""A disk that is full, as a write sees it: by a descriptor, which has no name."""
+"""Writes whose errors name the file: a full disk is seen by a descriptor, which has no name."""
 
 import errno
 import functools
+import os
+import pathlib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,3 +25,14 @@ def names_path(write: Callable[..., Any]) -> Callable[..., Any]:
             raise OSError(error.errno, text, str(path)) from error
 
     return named
+
+
+@names_path
+def write_atomically(path: pathlib.Path, content: bytes) -> None:
+    """Replaces the file by a complete one; a reader sees the old or the new, never a part."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with open(partial, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
