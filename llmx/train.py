@@ -219,8 +219,8 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
         if code == exits.DONE and loop.step < config.steps:
             code = stop.code
         finish(job, loop, evaluation, code)
-        with progress("save"):  # after SIGTERM time is short
-            code = store.end(code, config.checkpoint.grace_seconds if code == exits.AGAIN else None)
+        with progress("save"):
+            code = store.end(code, limit.left)
         why = reason if code == exits.STOPPED else stop.reason
         caller.end(log, config=config, state=loop.state, step=loop.step, why=why)
         log(farewell(config, loop.step, code, why))

@@ -348,8 +348,9 @@ class Mirror:
             finally:
                 self._step = ""
 
-    def end(self, code: int, seconds: float | None = None) -> int:
-        """Uploads the rest, and waits for it: at most `seconds`, by default `FINAL_SECONDS`.
+    def end(self, code: int, left: Callable[[], float | None] = lambda: None) -> int:
+        """Uploads the rest, and waits for it: at most `FINAL_SECONDS`, and after SIGTERM, which may
+        come meanwhile, what `left` says (`grace.GraceLimit.left`).
 
         Returns the exit code: `code`; where the copy did not arrive `exits.AGAIN`, or
         `exits.UNSAVED` if the store refuses it. The folder stays, and another start on this machine
@@ -359,10 +360,10 @@ class Mirror:
             return code
         self._ask()
         begun = told = time.time()
-        limit = begun + (FINAL_SECONDS if seconds is None else seconds)
+        limit = begun + FINAL_SECONDS
         with self._changed:
             while self._done < self._asked and (now := time.time()) < limit:
-                if now - max(self._arrived, begun) > QUIET_SECONDS:
+                if now - max(self._arrived, begun) > QUIET_SECONDS or left() == 0:
                     break
                 if now - told > TELL_SECONDS:
                     told = now

@@ -9,7 +9,7 @@ import time
 import pytest
 from support import memory_store
 
-from llmx.checkpoint import directory, mirror
+from llmx.checkpoint import directory, grace, mirror
 from llmx.data import remote, transient
 from llmx.runtime import exits
 
@@ -290,7 +290,12 @@ def test_a_slow_store_is_not_waited_for(tmp_path, store, monkeypatch):
             assert time.monotonic() < deadline
         time.sleep(0.1)
     assert "memory://bucket/run has not taken checkpoint 4 yet, since " in lines[-1]
-    assert run.end(exits.DONE, 0.2) == exits.AGAIN
+    limit = grace.GraceLimit(0.3, process=0, newest=lambda: "none", end=lines.append)
+    limit.cancel()  # all is saved
+    signal_comes, began = threading.Timer(0.3, limit.start), time.monotonic()
+    signal_comes.start()
+    assert run.end(exits.DONE, limit.left) == exits.AGAIN
+    assert 0.6 <= time.monotonic() - began < 20 and limit.left() == 0
     assert "all is in" in lines[-1] and directory.steps(tmp_path / "a" / "checkpoints") == [
         4,
         8,
@@ -299,7 +304,7 @@ def test_a_slow_store_is_not_waited_for(tmp_path, store, monkeypatch):
     monkeypatch.setattr(mirror, "QUIET_SECONDS", 0.2)
     assert run.end(exits.DONE) == exits.AGAIN
     for code in (exits.STOPPED, exits.INTERRUPTED, exits.AGAIN):
-        assert run.end(code, 0.0) == code
+        assert run.end(code, limit.left) == code
     monkeypatch.setattr(mirror, "QUIET_SECONDS", 60.0)
     go_on.set()
     assert run.end(exits.DONE) == exits.DONE
