@@ -36,8 +36,8 @@ from llmx.checkpoint import (
     streamed,
     writer,
 )
-from llmx.config import checks, describe, recipe
-from llmx.data import chat, remote, tokenizers
+from llmx.config import checks, recipe
+from llmx.data import chat, remote, tokenizers, transient
 from llmx.model import dense
 from llmx.runtime import exits, launch, output_paths, ownership, printable
 
@@ -360,7 +360,7 @@ def main(argv: list[str] | None = None) -> int:
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError, OSError) as error:
         printable.error(error)
-        return describe.failure_code(error)
+        return transient.exit_code(error)
     except KeyboardInterrupt:  # what was written is removed
         print("interrupted: run the same command again", file=sys.stderr)
         return exits.INTERRUPTED

@@ -20,10 +20,10 @@ import jax
 
 from llmx import config as config_lib
 from llmx.checkpoint import mirror, model_params
-from llmx.config import checks, describe
+from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.contract import State
-from llmx.data import chat, generated, text_stream, tokenizers
+from llmx.data import chat, generated, text_stream, tokenizers, transient
 from llmx.model import sampling
 from llmx.model.attention import cache
 from llmx.model.execution import Execution
@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError, OSError) as error:
         printable.error(error)
-        return describe.failure_code(error)
+        return transient.exit_code(error)
     return 0
 
 

@@ -58,10 +58,10 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
         job = resources.enter_context(job_lib.Job(log=log, caller=caller))
         resources.push(job.tell_crash)
         progress, stop = job.progress, job.stop
+        config = num_devices = None
         try:
             # 1. The config: all its problems are reported before anything heavy is imported.
             args, config, problems = (caller.settings or read_config)(job, argv)
-            num_devices = None
             if not can_launch(config):
                 job.join_by_environment()  # to tell the others what is wrong
             else:
@@ -120,9 +120,7 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
 
             # 5. Compile the step, explicitly: a program for each phase that is still to come.
             loop = Loop(config, recipe, dataset, restored, job, rows)
-        except ValueError as error:
-            return job.refuse(error, describe.failure_code(error))
-        except OSError as error:
+        except (ValueError, OSError) as error:
             return job.refuse(*describe.failure(config, error))
 
         # 6. The loop.

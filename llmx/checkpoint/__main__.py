@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llmx.checkpoint import mirror
-from llmx.data import remote
+from llmx.data import remote, transient
 from llmx.runtime import exits, printable
 
 if __name__ == "__main__":
@@ -48,7 +48,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 a checkpoint is bad or two differ, 2 the request is wrong."""
+    """Exit code: 0 done, 1 a checkpoint is bad or two differ, 2 the request is wrong, 75
+    a disk or a store failed."""
     args = _parser().parse_args(argv)
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
@@ -58,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exits.DONE
     except (ValueError, OSError, MemoryError) as error:
         printable.error(error)
-        return exits.REFUSED
+        return transient.exit_code(error)
 
 
 def _show(text: str) -> None:

@@ -26,7 +26,7 @@ from llmx.data import (
 )
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
-from llmx.runtime import exits, printable
+from llmx.runtime import printable
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -388,7 +388,7 @@ def main(argv: list[str] | None = None) -> int:
     # RuntimeError: no checkpoint of the teacher is good.
     except (ValueError, OSError, RuntimeError) as error:
         printable.error(error)
-        return exits.AGAIN if transient.is_transient(error) else exits.REFUSED
+        return transient.exit_code(error)
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130

@@ -5,6 +5,7 @@ the exit code is `llmx.runtime.exits.AGAIN`. An error that is raised `from` such
 """
 
 import errno
+import os
 import re
 from collections.abc import Iterator
 
@@ -83,6 +84,12 @@ def _has_code(error: BaseException) -> bool:
         return bool(_CODES.search(str(error)))
     is_plain = packages == {"builtins"} and not isinstance(error, OSError)
     return is_plain and bool(_CODE_FIRST.match(str(error)))
+
+
+def exit_code(error: BaseException, lasting: int = 2) -> int:
+    """Of a command that the error ends, see `llmx.runtime.exits`: AGAIN where it is transient, else
+    `lasting`, by default REFUSED."""
+    return os.EX_TEMPFAIL if is_transient(error) else lasting
 
 
 def problem(what: str, error: BaseException, remedy: str) -> str:

@@ -13,7 +13,7 @@ from llmx.data import build as token_build
 from llmx.data import transient
 from llmx.data.records import build, schema, shards, sources
 from llmx.data.records import config as config_lib
-from llmx.runtime import bounds, exits, printable
+from llmx.runtime import bounds, printable
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         write(arguments, config)
     except (ValueError, OSError) as error:
         printable.error(error)
-        return exits.AGAIN if transient.is_transient(error) else exits.REFUSED
+        return transient.exit_code(error)
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130
