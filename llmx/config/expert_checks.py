@@ -16,6 +16,8 @@ def problems(config: Config, sizes: dict[str, int]) -> Iterator[str]:
         idle.setdefault("capacity", f"experts.dispatch={experts.dispatch!r}")
     if experts.dispatch == experts_config.DENSE:
         idle.setdefault("buffer", f"experts.dispatch={experts.dispatch!r}")
+    if ways == 1:
+        idle.setdefault("buffer", "mesh.expert=1")
     if experts.balance == experts_config.NONE:
         idle.setdefault("balance_weight", f"experts.balance={experts.balance!r}")
     if bounds.problems(experts, "experts."):

@@ -4,11 +4,11 @@ Where it needs other keys for that, it is refused without them.
 """
 
 import inspect
-import itertools
 import json
 import pathlib
 import re
 import socket
+import tempfile
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,16 +42,18 @@ LLAMA, YARN = ({"model.rope_scaling": name} for name in ("llama3", "yarn"))
 MOE, LATENT = {"model": "mixtral"}, {"model": "deepseek_v3"}
 DYNAMIC = {"loss_scale.kind": "dynamic"}
 SKIP = {"guard.on_bad_step": "skip"}
+DEFAULT_MODEL = {"model.num_layers": 4, "model.width": 256, "model.vocab_multiple": 128}
 CLICKS = {
     "data.format": "records", "data.sources": ("FOLDER/clicks.parquet",),
     "model.recommender.name": "dlrm", "model.recommender.bottom": (8, 4),
     "model.recommender.top": (8,), "model.recommender.width": 4, "data.records.rows": 50,
     "batch.sequence_length": 1, "data.records.dense": ("I1", "I2"),
-    "data.records.features": ("C1", "C2"), "model.num_layers": 4, "model.width": 256,
-    "model.vocab_multiple": 128,
+    "data.records.features": ("C1", "C2"), **DEFAULT_MODEL,
+}  # fmt: skip
+HISTORY = {
+    "data.records.features": ("C1", "H:3@C1", "C2@C1"), "model.recommender.histories": ("H=C1",),
 }  # fmt: skip
 NGRAMS = {"model.ngram_tables": (2,)}
-CACHED = {"tables.cache_rows": 1000}
 STAGES = {"mesh.stage": 2, "batch.accumulation": 4, "model.num_layers": 8}
 TEACHER = {"distillation.teacher": "FOLDER/run"}
 PAIRS = {
@@ -65,7 +67,7 @@ CHAT = PAIRS | {
 TEXT = {"data.sources": ("FOLDER/a.jsonl", "FOLDER/b.jsonl")}
 PRUNED = {"pruning.method": "magnitude"}
 START = {"start_from": "FOLDER/run", "data.tokenizer": "bytes"}
-GROUPS = {"sync.groups": 2, "sync.exchange": "FOLDER/run"}
+GROUPS = {"sync.groups": 3, "sync.exchange": "FOLDER/run"}
 MEETING = {
     "launch.coordinator": "127.0.0.1:PORT", "launch.num_processes": 2, "launch.process_id": 0,
 }  # fmt: skip
@@ -82,14 +84,14 @@ WALK = [
         "model.width": 128, "model.num_layers": 3, "model.num_heads": 8, "model.num_kv_heads": 2,
         "model.head_dim": 32, "model.mlp_dim": 512, "model.vocab_size": 500,
         "model.vocab_multiple": 128, "model.positions": "learned", "model.norm": "layer",
-        "model.pre_norms": False, "model.post_norms": True, "model.qk_norm": True,
-        "model.kv_latent": 16, "model.gated_mlp": False, "model.bias": True,
+        "model.post_norms": True, "model.qk_norm": True,
+        "model.gated_mlp": False, "model.bias": True,
         "model.qkv_bias": True, "model.tied_head": True, "model.attention_sinks": True,
         "model.ranks": ("mlp=8",), "model.embedding_rank": 4, "model.ngram_tables": (2,),
         "model.own": "object:matrix", "batch.size": 8, "batch.sequence_length": 32,
         "precision": "fp32", "mesh.data": 2, "mesh.fsdp": 2, "mesh.tensor": 2, "mesh.expert": 2,
         "mesh.sequence": 2, "optimizer.name": "lion", "optimizer.moments": "int8",
-        "optimizer.ema_decay": 0.9, "offload.optimizer": True, "offload.parameters": True,
+        "optimizer.ema_decay": 0.9, "offload.optimizer": True,
         "adapters.rank": 4, "packed.format": "int8", "loss_scale.kind": "fixed",
         "pruning.method": "magnitude", "quantization.bits": 4,
     }),
@@ -98,14 +100,19 @@ WALK = [
         "sharding.layout": "ddp",
     }),
     (traced.shapes, MOE, {}, {"model.num_experts": 4}),
-    (traced.shapes, MOE, {"model.num_experts": 8}, {
+    (traced.shapes, {}, MOE, {
         "model.expert_dim": 24, "model.shared_dim": 24, "model.first_dense": 1,
-        "experts.bias_rate": 0.1,
     }),
-    (traced.shapes, LATENT, {"model.kv_latent": 8}, {
+    (traced.a_step, {}, MOE, {"experts.bias_rate": 0.1}),
+    (traced.shapes, {"remat": "full"}, {}, {"offload.parameters": True}),
+    (traced.shapes, {"model.rope_dim": 8, "model.value_dim": 8}, {}, {
+        "model.kv_latent": 16,
+    }),
+    (traced.shapes, {"model.post_norms": True}, {}, {"model.pre_norms": False}),
+    (traced.shapes, {}, LATENT, {
         "model.query_latent": 12, "model.value_dim": 8,
     }),
-    (traced.shapes, {}, {"model.positions": "learned"}, {"model.max_positions": 64}),
+    (traced.shapes, {"model.positions": "learned"}, {}, {"model.max_positions": 64}),
     (traced.shapes, {}, {"model.embedding_rank": 4}, {"model.embedding_cores": 2}),
     (traced.shapes, {}, {"adapters.rank": 4}, {"adapters.products": ("mlp",)}),
     (traced.shapes, {}, {"packed.format": "int8"}, {
@@ -123,23 +130,26 @@ WALK = [
         "model.ngram_rows": 128, "tables.optimizer": "adam", "tables.staleness": 1,
         "tables.cache_rows": 1000,
     }),
-    (traced.shapes, NGRAMS | {"mesh.data": 2}, {}, {"tables.split": "columns"}),
-    (traced.shapes, CLICKS, {"data.format": "records"}, {
+    (traced.shapes, TWO | {"tables.optimizer": "adagrad"}, NGRAMS, {"tables.split": "columns"}),
+    (traced.shapes, {}, CLICKS, {
         "data.records.rows": 80, "data.records.features": ("C1",), "data.records.dense": ("I1",),
     }),
-    (traced.shapes, CLICKS, {"model.recommender.name": "dlrm"}, {
-        "model.recommender.width": 8, "model.recommender.top": (6,),
+    (traced.shapes, {}, CLICKS, {
+        "model.recommender.top": (6,),
         "model.recommender.bottom": (6, 4),
     }),
-    (traced.shapes, CLICKS, {"model.recommender.name": "dcn"}, {
+    (traced.shapes, {}, CLICKS | {"model.recommender.name": "dcn"}, {
+        "model.recommender.width": 8,
         "model.recommender.cross_layers": 2, "model.recommender.cross_rank": 2,
         "model.recommender.structure": "parallel",
     }),
-    (traced.shapes, CLICKS | {"data.records.features": ("C1", "H:3@C1")},
-     {"model.recommender.name": "din", "model.recommender.histories": ("H=C1",)}, {
+    (traced.a_step, {}, CLICKS | HISTORY | {"model.recommender.name": "din"}, {
+        "model.recommender.histories": ("H=C2",),
+    }),
+    (traced.shapes, {}, CLICKS | HISTORY | {"model.recommender.name": "din"}, {
         "model.recommender.attention": (7,),
     }),
-    (traced.shapes, {}, {}, {"model.recommender.name": "dlrm"}),
+    (traced.shapes, CLICKS, {}, {"model.recommender.name": "dcn"}),
     (traced.loss, {}, {}, {
         "model.norm_eps": 1e-3, "model.norm_plus_one": True, "model.activation": "gelu",
         "model.embedding_scale": True, "model.query_scale": 0.1,
@@ -148,10 +158,10 @@ WALK = [
         "attention.implementation": "blockwise", "products.format": "fp8",
         "quantization.activations": "current", "loss.z_loss": 0.1, "loss.of_tokens": "other",
     }),
-    (traced.loss, {}, {"model.positions": "rope"}, {
+    (traced.loss, {}, {}, {
         "model.rope_theta": 500.0, "model.rope_interleaved": True, "model.rope_dim": 8,
     }),
-    (traced.loss, ROPE, {}, {"model.rope_scaling": "llama3"}),
+    (traced.loss, ROPE | YARN, {}, {"model.rope_scaling": "llama3"}),
     (traced.loss, ROPE, LLAMA, {
         "model.rope_factor": 8.0, "model.rope_low_freq": 0.5, "model.rope_high_freq": 8.0,
         "model.rope_old_context": 64,
@@ -165,26 +175,25 @@ WALK = [
     (traced.loss, {}, {"model.layer_pattern": ("local",), "model.window": 4}, {
         "model.window": 3, "model.rope_theta_local": 50.0,
     }),
-    (traced.loss, MOE, {"model.num_experts": 8}, {
+    (traced.loss, {}, MOE, {
         "model.experts_per_token": 3, "model.router": "sigmoid",
         "model.router_renormalize": False, "model.router_scale": 2.0,
         "experts.balance_weight": 0.3, "experts.z_weight": 0.3, "experts.dispatch": "dense",
         "experts.balance": "batch",
     }),
-    (traced.loss, MOE, {"model.num_experts": 8, "experts.dispatch": "capacity"}, {
+    (traced.loss, MOE, {"experts.dispatch": "capacity"}, {
         "experts.capacity": 2.0,
     }),
-    (traced.loss, MOE | {"mesh.expert": 2}, {"model.num_experts": 8}, {"experts.buffer": 0.5}),
-    (traced.loss, MOE | {"model.router": "sigmoid"}, {
-        "model.num_experts": 8, "model.router_groups": 4, "model.router_groups_kept": 2}, {
+    (traced.loss, MOE, {"mesh.expert": 2}, {"experts.buffer": 0.5}),
+    (traced.loss, {}, MOE | {
+        "model.router": "sigmoid", "model.router_groups": 4, "model.router_groups_kept": 2}, {
         "model.router_groups": 2, "model.router_groups_kept": 3,
     }),
     (traced.loss, {}, {"mesh.sequence": 2}, {
         "attention.ulysses": 2, "attention.zigzag": False,
     }),
-    (traced.loss, {"batch.sequence_length": 32}, {"mesh.tensor": 2}, {
-        "sharding.sequence_parallel": False, "sharding.turns": 2,
-    }),
+    (traced.loss, {}, {"mesh.tensor": 2}, {"sharding.sequence_parallel": False}),
+    (traced.loss, {}, {}, {"sharding.turns": 2}),
     (traced.shapes, {"model.num_kv_heads": 2}, {"mesh.tensor": 2}, {
         "sharding.replicate_kv": True,
     }),
@@ -210,21 +219,23 @@ WALK = [
         "distillation.attention_relations": ("qq",), "distillation.attention_heads": 2,
         "distillation.attention_layers": (0, -1),
     }),
-    (traced.loss, CLICKS | {"data.records.features": ("C1", "H:3@C1")},
-     {"model.recommender.name": "dlrm"}, {"tables.combine": "max"}),
-    (traced.loss, NGRAMS | TWO, {"model.ngram_tables": (2,)}, {"tables.capacity": 3.0}),
-    (traced.loss, NGRAMS, {"model.ngram_tables": (2,)}, {"tables.weight_decay": 0.1}),
-    (traced.new_tables, NGRAMS, {"model.ngram_tables": (2,)}, {"tables.scale": 0.5}),
+    (traced.a_step, {}, CLICKS | HISTORY | {"model.recommender.histories": ()}, {
+        "tables.combine": "max",
+    }),
+    (traced.a_step, TWO, CLICKS, {"tables.capacity": 3.0}),
+    (traced.shapes, {}, NGRAMS, {"tables.weight_decay": 0.1}),
+    (traced.new_tables, {}, NGRAMS, {"tables.scale": 0.5, "tables.initial_square": 0.5}),
     (traced.a_step, OWN, {}, {
         "optimizer.learning_rate": 0.1, "optimizer.schedule": "linear",
         "optimizer.warmup_steps": 3, "optimizer.weight_decay": 0.3, "optimizer.clip_norm": 0.3,
-        "guard.on_bad_step": "skip", "guard.spike_factor": 3.0, "steps": 30,
+        "guard.on_bad_step": "skip", "guard.spike_factor": 3.0,
         "batch.accumulation": 2,
     }),
-    (traced.a_step, OWN, {"optimizer.name": "adamw"}, {
+    (traced.a_step, OWN, {}, {
         "optimizer.b1": 0.5, "optimizer.b2": 0.5, "optimizer.eps": 1e-3,
     }),
-    (traced.a_step, OWN, {"optimizer.schedule": "cosine"}, {"optimizer.final_fraction": 0.5}),
+    (traced.a_step, OWN, {}, {"optimizer.final_fraction": 0.5}),
+    (traced.rates, OWN | {"optimizer.warmup_steps": 1}, {}, {"steps": 30}),
     (traced.rates, OWN | {"optimizer.warmup_steps": 1}, {"optimizer.schedule": "wsd"}, {
         "optimizer.decay_steps": 9,
     }),
@@ -242,16 +253,15 @@ WALK = [
     (traced.a_step, {}, {"quantization.activations": "average"}, {
         "quantization.decay": 0.5, "quantization.freeze_after": 3,
     }),
-    (traced.a_step, CLICKS, {"model.recommender.name": "dlrm"}, {
+    (traced.a_step, {}, CLICKS, {
         "tables.learning_rate": 0.3, "tables.eps": 1e-3,
     }),
-    (traced.a_step, CLICKS, {"model.recommender.name": "dlrm", "tables.optimizer": "adam"}, {
+    (traced.a_step, CLICKS, {"tables.optimizer": "adam"}, {
         "tables.b1": 0.3, "tables.b2": 0.3,
     }),
-    (traced.a_step, CLICKS, {"model.recommender.name": "dlrm", "tables.optimizer": "ftrl"}, {
+    (traced.a_step, CLICKS, {"tables.optimizer": "ftrl"}, {
         "tables.l1": 0.3, "tables.l2": 0.3,
     }),
-    (traced.new_tables, NGRAMS, {"model.ngram_tables": (2,)}, {"tables.initial_square": 0.5}),
     (traced.a_step, TWO, {}, {"sync.strategy": "int8"}),
     (traced.a_step, TWO, sync("int8"), {
         "sync.error_feedback": False, "sync.bucket_mib": 1e-3, "sync.uncompressed": ("*norm*",),
@@ -287,7 +297,7 @@ WALK = [
     (traced.staged, {}, STAGES | {"pipeline.schedule": "interleaved_1f1b"}, {
         "pipeline.virtual_stages": 4,
     }),
-    (traced.staged, {}, STAGES | {"pipeline.schedule": "zb_1f1b"}, {"pipeline.memory_gib": 0.02}),
+    (traced.staged, {}, STAGES | {"pipeline.schedule": "zb_1f1b"}, {"pipeline.memory_gib": 1.0}),
     (traced.shapes, {}, STAGES | {"pipeline.schedule": "pipedream_2bw"}, {
         "pipeline.predict": True,
     }),
@@ -298,36 +308,33 @@ WALK = [
     }),
     (traced.rolled_back, {"rollback.at": (3,), "rollback.skipped": (1,)},
      {"rollback.at_most": 2}, {"rollback.rate_factor": 0.3}),
-    (traced.rolled_back, {}, {"rollback.rise": 1.0}, {"rollback.window": 20}),
+    (traced.rolled_back, {}, {}, {"rollback.window": 20}),
     (traced.data, TEXT, {}, {
         "data.sources": ("FOLDER/a.jsonl",), "data.tokenizer": "FOLDER/tokenizer.json",
         "data.train_tokenizer": 300, "data.held_out": 0.3,
         "data.shuffle": False, "seed": 1,
     }),
     (traced.data, TEXT, {}, {"data.weights": (0.9, 0.1)}),
-    (traced.data, TEXT, {"data.format": "text"}, {"data.text_key": "other", "data.pack": False}),
-    (traced.data, TEXT | {"data.tokenizer": "FOLDER/tokenizer.json"}, {"data.format": "text"}, {
-        "data.bos": False,
-    }),
+    (traced.data, TEXT, {}, {"data.text_key": "other", "data.pack": False}),
+    (traced.data, TEXT | {"data.tokenizer": "FOLDER/tokenizer.json"}, {}, {"data.bos": False}),
     (traced.data, {"data.sources": ("FOLDER/bad.jsonl",)}, {}, {"data.skip_bad": True}),
     (traced.data, {"data.sources": ("shards:FOLDER/flipped",)}, {}, {"data.verify": True}),
-    (traced.data, TEXT, {"data.num_threads": 1}, {"data.prefetch": 2}),
-    (traced.data, TEXT, {"data.prefetch": 4}, {"data.num_threads": 2}),
+    (traced.data, TEXT, {}, {"data.prefetch": 2, "data.num_threads": 2}),
     (traced.data, CHAT | {"data.format": "text", "data.chat_template": ""}, {}, {
         "data.format": "preference",
     }),
     (traced.data, CHAT, {"data.format": "chat"}, {"data.chat_template": "FOLDER/chat.jinja"}),
-    (traced.data, CLICKS, {"data.format": "records"}, {
+    (traced.data, {}, CLICKS, {
         "data.records.label": "other", "data.records.ids": "double",
     }),
-    (host.of_host, NGRAMS, {"model.ngram_tables": (2,)} | CACHED, {
+    (host.of_host, NGRAMS, {"tables.cache_rows": 1000}, {
         "tables.host_gib": 2.0, "tables.admit_after": 2,
     }),
     (host.cached_in, TEXT, {}, {"data.cache_dir": "FOLDER/elsewhere"}),
     (host.saved, {}, {}, {"workdir": "other"}),
     (host.begun, {}, {}, {"start_from": "FOLDER/run", "resume_step": 5}),
-    (host.budget, {}, {"remat": "budget"}, {"memory_budget": 1.0}),
-    (host.begun, {}, START, {"start_from_layers": (0,)}),
+    (host.budget, {}, {"remat": "budget", "memory_budget": 2.0}, {"memory_budget": 1.0}),
+    (host.begun, DEFAULT_MODEL, START, {"start_from_layers": (0,)}),
     (host.begun, START | {"model.norm_eps": 1e-3}, {"start_from": "FOLDER/run"}, {
         "start_changes": ("norm_eps",),
     }),
@@ -346,9 +353,11 @@ WALK = [
     (host.compiled, {}, {}, {
         "launch.overlap": "none", "launch.compiler_options": ("xla_cpu_x=1",),
     }),
-    (host.compiled, {}, {}, {"mesh.across_slices": ("data",)}),
+    (host.placed, {"mesh.data": 4, "mesh.fsdp": 2, "batch.size": 8}, {}, {
+        "mesh.across_slices": ("fsdp",),
+    }),
     (host.limits, {}, {}, {"watchdog.step_factor": 3.0, "launch.watchdog_seconds": 7}),
-    (host.limits, {}, {"watchdog.step_factor": 20.0}, {
+    (host.limits, {}, {}, {
         f"watchdog.{name}_seconds": 700.0 for name in (
             "step", "first_step", "backend", "start", "restore", "compile", "evaluation", "save")
     }),
@@ -359,7 +368,7 @@ WALK = [
     (host.locally, {}, {}, {"checkpoint.local_directory": "FOLDER/run"}),
     (host.locally, {}, {"checkpoint.local_directory": "FOLDER/run"}, {"checkpoint.local_every": 7}),
     (host.ended, {}, {}, {"checkpoint.grace_seconds": 5.0}),
-    (host.evaluated, {}, {}, {
+    (host.evaluated, {"batch.sequence_length": 64}, {}, {
         "evaluation.every": 5, "evaluation.batches": 2,
         "evaluation.choices": (str(CONFIGS / "quickstart_choices.jsonl"),),
     }),
@@ -373,10 +382,8 @@ WALK = [
     }),
     (host.profiled, {}, {}, {"profile.first_step": 3}),
     (host.profiled, {}, {"profile.first_step": 3}, {"profile.num_steps": 2}),
-    (host.met, TWO, sync("local_sgd", every=4) | {"sync.exchange": "FOLDER/run"}, {
-        "sync.groups": 2,
-    }),
-    (host.met, TWO | sync("local_sgd", every=4) | GROUPS, {"sync.groups": 2}, {
+    (host.met, TWO | sync("local_sgd", every=4) | GROUPS, {}, {"sync.groups": 2}),
+    (host.met, TWO | sync("local_sgd", every=4) | GROUPS, {"sync.groups": 3}, {
         "sync.group": 1, "sync.exchange": "FOLDER/flipped", "sync.round_seconds": 100.0,
     }),
 ]  # fmt: skip
@@ -399,7 +406,7 @@ def folder(tmp_path_factory):
         (made / f"{name}.jsonl").write_text("\n".join(map(json.dumps, texts)))
     (made / "bad.jsonl").write_text((made / "a.jsonl").read_text() + "\n{\n")
     (made / "chat.jinja").write_text(
-        (CONFIGS / "quickstart_chat.jinja").read_text().replace("user", "you")
+        (CONFIGS / "quickstart_chat.jinja").read_text().replace(": ", " says ")
     )
     small_tokenizers.byte_level().save(str(made / "tokenizer.json"))
     ids = np.arange(400)
@@ -448,6 +455,14 @@ def test_all_keys_are_walked():
     assert listed == set(KEYS)
 
 
+def shown(show, tmp_path, folder, *changes):
+    """What a config shows, with a new folder where it writes."""
+    run = traced.resolved(*(named(each, folder) for each in changes))
+    if len(inspect.signature(show).parameters) == 1:
+        return show(run)
+    return show(run, pathlib.Path(tempfile.mkdtemp(dir=tmp_path)))
+
+
 def name_of(row):
     show, _, needed, keys = row
     return f"{show.__name__}-{'-'.join(needed)}-{next(iter(keys))}"
@@ -460,20 +475,22 @@ def name_of(row):
 )
 def test_another_value_has_an_effect(row, folder, tmp_path):
     show, *changes, keys = row
-    small, needed = (named(each, folder) for each in changes)
-
-    def shown(*more):
-        run = traced.resolved(small, needed, *more)
-        given = [tmp_path / str(next(count))][: len(inspect.signature(show).parameters) - 1]
-        for each in given:
-            each.mkdir()
-        return show(run, *given)
-
-    count = itertools.count()
-    before = shown()
-    assert shown() == before
-    idle = [key for key, value in named(keys, folder).items() if shown({key: value}) == before]
+    before = shown(show, tmp_path, folder, *changes)
+    idle = [
+        key for key, value in keys.items()
+        if shown(show, tmp_path, folder, *changes, {key: value}) == before
+    ]  # fmt: skip
     assert not idle
+
+
+@pytest.mark.parametrize(
+    "show", [show for show in dict.fromkeys(row[0] for row in WALK) if show not in TRACES]
+)
+def test_the_same_config_shows_the_same(show, folder, tmp_path):
+    small, needed = next(row[1:3] for row in WALK if row[0] is show)
+    assert shown(show, tmp_path, folder, small, needed) == shown(
+        show, tmp_path, folder, small, needed
+    )
 
 
 @pytest.mark.parametrize("row", [row for row in WALK if row[2]], ids=name_of)

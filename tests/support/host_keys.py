@@ -15,7 +15,7 @@ import jax
 from support import traced_keys
 
 from llmx import config as config_lib
-from llmx import generate, train
+from llmx import generate, sharding, train
 from llmx.aot import budget as aot_budget
 from llmx.checkpoint import (
     checkpointer,
@@ -24,14 +24,16 @@ from llmx.checkpoint import (
     hf_formats,
     identity,
     local_tier,
-    masks,
     resume,
     writer,
 )
+from llmx.checkpoint import masks as saved_masks
 from llmx.config import starting, table_checks
 from llmx.data import tokenizers
 from llmx.evaluate import during_training, held_out
 from llmx.runtime import agreement, compiler_options, launch, metrics, plot, profiling, watchdog
+from llmx.sharding import mesh
+from llmx.step.transforms import masks
 from llmx.sync import rounds
 from llmx.tables import host_rows, row_optimizers
 
@@ -66,11 +68,9 @@ def begun(run, folder):
 
 def masked(run, folder):
     """Which run's masks are taken: here it is not there."""
-    recipe = types.SimpleNamespace(
-        init_constraints=lambda state: state, constraints={masks.NAME: None}
-    )
+    recipe = mock.MagicMock(constraints={masks.NAME: None})
     try:
-        return masks.begun(run, recipe, "new", print)
+        return saved_masks.begun(run, recipe, None, print)
     except ValueError as error:
         return str(error)
 
@@ -102,6 +102,16 @@ def started(run, folder):
 def compiled(run, folder):
     """Options of the compiler."""
     return compiler_options.wanted(run.launch, "TPU v5p", 8), launch.compiler_options(run.launch)
+
+
+def placed(run, folder):
+    """Which of the devices of two slices is where in the mesh."""
+    sizes = {axis: vars(run.mesh)[axis] for axis in sharding.AXES}
+    of = [dict(id=n, process_index=n // 4, slice_index=n // 4) for n in range(8)]
+    devices = [types.SimpleNamespace(platform="cpu", device_kind="cpu", **each) for each in of]
+    with mock.patch.object(mesh, "Mesh", lambda array, *args, **kwargs: array):
+        array = sharding.make_mesh(sizes, devices=devices, across_slices=run.mesh.across_slices)
+    return [device.id for device in array.flat]
 
 
 def limits(run, folder):
@@ -146,7 +156,7 @@ def locally(run, folder):
     opened = []
     with mock.patch.object(local_tier.LocalTier, "_open", lambda *args: opened.append(args[1:])):
         tier = local_tier.LocalTier(run.checkpoint, str(folder), ALONE, log=print)
-    return opened, [step for step in range(1, 100) if tier.due(step)]
+    return len(opened), [step for step in range(1, 100) if tier.due(step)]
 
 
 def ended(run, folder):
@@ -252,7 +262,7 @@ def met(run, folder):
         own.begin(state, ALONE)
     looks = []
     own._files = types.SimpleNamespace(
-        closed=looks.append, groups_in=lambda step: (set(), {0}),
+        closed=looks.append, groups_in=lambda step: (set(), {0, 1}),
         close=lambda *args: args,
     )  # fmt: skip
     clock = itertools.count(0, 50)

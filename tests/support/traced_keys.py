@@ -52,7 +52,7 @@ def recipe_of(run):
 
 def hashed(function, *args):
     """A hash of what a function traces to, with its constants."""
-    traced = jax.make_jaxpr(function)(*args)
+    traced = (function if hasattr(function, "trace") else jax.jit(function)).trace(*args).jaxpr
     found = hashlib.sha256(re.sub(r"0x[0-9a-f]+", "", str(traced)).encode())
     for constant in traced.consts:
         found.update(np.asarray(constant).tobytes())
@@ -122,7 +122,7 @@ def staged(run):
     """The schedule of a pipeline, its stages, and whose weight gradients wait."""
     table = utilization.table_of(run)
     chunks = stages.cut(run.model.num_blocks, table.stage_of, run.pipeline.layers)
-    return str(table), str(chunks), stage_memory.deferred_layers(run, 2**40)
+    return str(table), str(chunks), stage_memory.deferred_layers(run, 2**25)
 
 
 def kept_tokens(run):
