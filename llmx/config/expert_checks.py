@@ -11,13 +11,6 @@ def problems(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     """All problems, each with its remedy. `sizes`: of the mesh axes."""
     model, experts, ways = config.model, config.experts, sizes["expert"]
     E = model.num_experts
-    idle = _idle(config, ways)
-    why = {
-        key: f"with {cause}: leave it out, or "
-        + (f"change {cause.partition('=')[0]}" if E else "use a model with experts")
-        for key, cause in idle.items()
-    }
-    yield from bounds.without_effect(experts, "experts.", why)
     if not E:
         return
     if E % ways:
@@ -58,22 +51,3 @@ def problems(config: Config, sizes: dict[str, int]) -> Iterator[str]:
             f"{config.sync.strategy!r}, whose replicas know their own loads only: use strategy "
             "'mean', or experts.balance='sequence' with bias_rate=0"
         )
-
-
-def _idle(config: Config, ways: int) -> dict[str, str]:
-    """The keys of the section without effect, and the value because of which they have none."""
-    experts = config.experts
-    if bounds.problems(experts, "experts."):
-        return {}  # said already
-    if not config.model.num_experts:
-        return dict.fromkeys(vars(experts), "model.num_experts=0")
-    idle, dispatch = {}, f"experts.dispatch={experts.dispatch!r}"
-    if experts.dispatch != experts_config.CAPACITY:
-        idle["capacity"] = dispatch
-    if experts.dispatch == experts_config.DENSE:
-        idle["buffer"] = dispatch
-    elif ways == 1:
-        idle["buffer"] = f"mesh.expert={ways}"
-    if experts.balance == experts_config.NONE:
-        idle["balance_weight"] = f"experts.balance={experts.balance!r}"
-    return idle
