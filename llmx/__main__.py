@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 import llmx
-from llmx.runtime import exits
+from llmx.runtime import exits, printable
 
 COMMANDS = {
     "train": ("llmx.train", "train a model, or continue a run"),
@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(COMMANDS)}"
-        print(f"llmx: {name!r} is not a command: {hint}", file=sys.stderr)
+        printable.to_stderr(f"llmx: {name!r} is not a command: {hint}")
         return exits.REFUSED
     module = COMMANDS[name][0]
     sys.argv = [f"llmx {name}", *rest]

@@ -36,10 +36,10 @@ from llmx.checkpoint import (
     streamed,
     writer,
 )
-from llmx.config import checks, recipe
+from llmx.config import checks, describe, recipe
 from llmx.data import chat, remote, tokenizers
 from llmx.model import dense
-from llmx.runtime import exits, launch, output_paths, ownership
+from llmx.runtime import exits, launch, output_paths, ownership, printable
 
 
 def to_hf(
@@ -324,7 +324,8 @@ def _command() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command.
 
-    Exit code: 0 done, 2 if the input is wrong, 74 if the disk is full, 130 after Ctrl-C.
+    Exit code: 0 done, 2 if the input is wrong, 74 if the disk is full, 75 if a store or a disk did
+    not answer and the same command may succeed, 130 after Ctrl-C.
     """
     command = _command()
     args = command.parse_args(argv)
@@ -354,12 +355,12 @@ def main(argv: list[str] | None = None) -> int:
             launch.log(f"step {step} of {args.workdir} is now in {args.to_hf}")
         return 0
     except writer.Unwritten as error:
-        print(f"error: {error}", file=sys.stderr)
+        printable.error(error)
         return exits.UNSAVED
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        printable.error(error)
+        return describe.failure_code(error)
     except KeyboardInterrupt:  # what was written is removed
         print("interrupted: run the same command again", file=sys.stderr)
         return exits.INTERRUPTED

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from llmx.runtime import exits
+from llmx.runtime import exits, printable
 
 if __name__ == "__main__":
     exits.silent_interrupts()
@@ -20,7 +20,7 @@ import jax
 
 from llmx import config as config_lib
 from llmx.checkpoint import mirror, model_params
-from llmx.config import checks
+from llmx.config import checks, describe
 from llmx.config import recipe as recipe_lib
 from llmx.contract import State
 from llmx.data import chat, generated, text_stream, tokenizers
@@ -123,8 +123,8 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout = None  # the reader has seen enough
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        printable.error(error)
+        return describe.failure_code(error)
     return 0
 
 
@@ -147,12 +147,13 @@ def _continue(args: argparse.Namespace) -> None:
         shown = _Rows(rows, [_heading(args, prompts, row) for row in range(len(prompts))])
         before = [coder.decode(prompt) for prompt in prompts]
         for piece in shown.pieces(sampling.stream(*model, prompts, **settings), before):
-            print(piece, end="", flush=True)
+            print(printable.on(sys.stdout, piece), end="", flush=True)
         return
     added = sampling.generate(*model, prompts, **settings)
     launch.note(f"{sum(map(len, added))} tokens added")
     for row, (prompt, new) in enumerate(zip(prompts, added, strict=True)):
-        print(_heading(args, prompts, row) + coder.decode([*prompt, *new]), flush=True)
+        text = _heading(args, prompts, row) + coder.decode([*prompt, *new])
+        print(printable.on(sys.stdout, text), flush=True)
 
 
 def _write(args: argparse.Namespace) -> None:
@@ -294,7 +295,7 @@ def _chat(args: argparse.Namespace) -> None:
         try:
             prompt = _prompt_of(turn, coder, config)
         except ValueError as error:  # of this turn, and not of the run
-            print(f"error: {error}", file=sys.stderr)
+            printable.error(error)
             continue
         room = config.model.max_positions - len(prompt)
         settings = _settings(args, config, room)
@@ -302,7 +303,7 @@ def _chat(args: argparse.Namespace) -> None:
         stream = text_stream.TextStream(coder, prompt, stops=args.stop)
         blocks = sampling.stream(*model, [prompt], **settings, stop_tokens=stops)
         for piece in _Rows([stream], [""]).pieces(blocks, [""]):
-            print(piece, end="", flush=True)
+            print(printable.on(sys.stdout, piece), end="", flush=True)
         talk = [*turn, {"role": chat.ASSISTANT, "content": stream.text}]
 
 

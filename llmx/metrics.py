@@ -1,9 +1,8 @@
 """Draws a run's loss curve, and its numbers by layer: python -m llmx.metrics WORKDIR"""
 
 import argparse
-import sys
 
-from llmx.runtime import exits
+from llmx.runtime import exits, printable
 
 if __name__ == "__main__":
     exits.silent_interrupts()
@@ -23,9 +22,9 @@ def main() -> None:
     workdir = parser.parse_args().workdir
     try:
         workdir = mirror.reading(workdir)
-        print(*plot.plot_all(workdir, log=lambda text: print(text, file=sys.stderr)), sep="\n")
+        print(*plot.plot_all(workdir, log=printable.to_stderr), sep="\n")
     except (ValueError, OSError) as error:
-        parser.error(str(error))
+        parser.error(printable.printable(error))
 
 
 if __name__ == "__main__":

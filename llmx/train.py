@@ -25,9 +25,10 @@ import jax
 
 from llmx import config as config_lib
 from llmx.checkpoint import checkpointer, mirror
-from llmx.config import Config, checks, describe, flags, history, packed_checks, value_types
+from llmx.config import Config, checks, describe, flags, history, packed_checks
 from llmx.contract import Batch
 from llmx.model import looked_up, remat
+from llmx.model.attention import attend
 from llmx.runtime import (
     agreement,
     auxiliary,
@@ -62,7 +63,7 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             # 1. The config: all its problems are reported before anything heavy is imported.
             args, config, problems = (caller.settings or read_config)(job, argv)
             num_devices = None
-            if not can_launch(config):
+            if not checks.can_launch(config):
                 job.join_by_environment()  # to tell the others what is wrong
             else:
                 job.join(config.launch)
@@ -117,13 +118,14 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             )
             resources.enter_context(tier)
             restored, rows = restore(config, recipe, checkpoints, dataset, job, tier)
-
-            # 5. Compile the step, explicitly: a program for each phase that is still to come.
-            loop = Loop(config, recipe, dataset, restored, job, rows)
-        except ValueError as error:
-            return job.refuse(error, describe.failure_code(error))
-        except OSError as error:
+        except (ValueError, OSError) as error:
             return job.refuse(*describe.failure(config, error))
+
+        # 5. Compile the step, explicitly: a program for each phase that is still to come.
+        try:
+            loop = Loop(config, recipe, dataset, restored, job, rows)
+        except attend.Unsupported as error:
+            return job.refuse(error)
 
         # 6. The loop.
         code = exits.DONE
@@ -251,11 +253,6 @@ def read_config(
             job.refuse("the command line is wrong", error.code)
         raise
     return args, config, problems
-
-
-def can_launch(config: Config) -> bool:
-    """Whether the section `launch` is right; if not, the check of the whole config refuses it."""
-    return not any(value_types.wrong_types(config)) and not launch.problems(config.launch)
 
 
 def going_back_once(config: Config, job: job_lib.Job) -> Config:

@@ -2,15 +2,14 @@
 
 A config is a file of configs/, or a small model of any family, on a mesh of up to 32 devices, with
 some keys changed: techniques are switched on, numbers halved and doubled, choices taken. What
-`checks.resolve` accepts must become a recipe, and every phase of its step, its state and the
-programs between its steps must trace. Meshes are abstract: nothing is compiled or allocated.
+`checks.resolve` accepts must become a recipe, and every phase of its step, what replicas do between
+steps and the other programs there must trace. Meshes are abstract: nothing is compiled.
 """
 
 import dataclasses
 import math
 import pathlib
 import random
-import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,13 +19,13 @@ from llmx import config as config_lib
 from llmx import sharding
 from llmx.config import checks, flags, recipe
 from llmx.model import families
+from llmx.model.attention import attend
 from llmx.sharding.mesh import within
 from llmx.step.step import make_train_step
 
 CONFIGS = pathlib.Path(__file__).resolve().parents[1] / "configs"
 # Compilers differ in what a program may hold: one kind of device of each.
 KINDS = (("", "cpu"), ("NVIDIA H100 80GB HBM3", "gpu"), ("TPU v5p", "tpu"))
-SECONDS = 120  # a pipeline of many ticks on a busy machine
 # Of no step: where a run writes, what it reads, how its processes meet, and other people's runs.
 LEFT_OUT = (
     "workdir", "start_", "resume_step", "launch.", "watchdog.", "data.sources", "data.cache_dir",
@@ -85,17 +84,28 @@ TECHNIQUES = (
 )  # fmt: skip
 
 
-def draw(rng: random.Random) -> list[str]:
+_FILE = """from llmx import config
+from llmx.model import families
+
+
+def get_config():
+    run = config.default()
+    run.model = families.preset({family!r}, **{sizes!r})
+    run.data.tokenizer, run.batch.sequence_length = "bytes", {length}
+    return run
+"""
+
+
+def draw(rng: random.Random, folder: pathlib.Path) -> list[str]:
     """Arguments of a command line: a config file, and what is changed of it."""
     files = sorted(path for path in CONFIGS.glob("*.py") if "def get_config" in path.read_text())
     files = [path for path in files if "compress" not in path.name]
-    keys: dict[str, Any] = {}
     if rng.random() < 0.7:
-        file, keys = CONFIGS / "quickstart.py", _small_model(rng)
+        file = folder / "config.py"
+        file.write_text(_small_model(rng))
     else:
         file = rng.choice(files)
-    if rng.random() < 0.7:
-        keys |= _mesh(rng)
+    keys = _mesh(rng) if rng.random() < 0.7 else {}
     fields = dict(_fields(config_lib.Config()))
     for technique in rng.sample(TECHNIQUES, rng.choice((0, 1, 2, 2, 3, 3, 4, 5))):
         for key, values in technique.items():
@@ -104,8 +114,7 @@ def draw(rng: random.Random) -> list[str]:
     for _ in range(rng.choice((0, 0, 1, 1, 2, 3))):
         key = rng.choice(others)
         keys[key] = rng.choice(_values(rng, key, *fields[key]))
-    texts = {key: str(value) for key, value in keys.items()}
-    return ["--config", str(file), *(f"--config.{key}={text}" for key, text in texts.items())]
+    return ["--config", str(file), *(f"--config.{key}={value}" for key, value in keys.items())]
 
 
 def _fields(section: Any, prefix: str = "") -> Iterator[tuple[str, tuple[Any, dataclasses.Field]]]:
@@ -151,39 +160,32 @@ def _mesh(rng: random.Random) -> dict[str, int]:
     return keys
 
 
-def _small_model(rng: random.Random) -> dict[str, Any]:
-    """A model of any family with small sizes that mostly go together."""
+def _small_model(rng: random.Random) -> str:
+    """A config file with a model of any family, whose small sizes mostly go together."""
     family = rng.choice(tuple(families.FAMILIES))
-    preset, kinds = vars(families.preset(family)), typing.get_type_hints(families.ModelConfig)
-    keys = {
-        f"model.{key}": value for key, value in preset.items()
-        if key != "own" and not dataclasses.is_dataclass(kinds[key])
-    }  # fmt: skip
+    preset = families.preset(family)
     heads, kv_heads = rng.choice(((4, 2), (4, 4), (8, 2), (8, 1), (6, 3)))
-    small = {
+    sizes: dict[str, Any] = {
         "vocab_size": 257, "width": rng.choice((64, 96, 128)), "num_layers": rng.choice((2, 3, 4)),
         "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": rng.choice((16, 16, 32, 12)),
         "mlp_dim": rng.choice((128, 192)), "max_positions": 128,
     }  # fmt: skip
-    if preset["window"]:
-        small["window"] = rng.choice((5, 16))
-    if preset["num_experts"]:
-        small |= {"num_experts": rng.choice((4, 8)), "experts_per_token": 2,
-                  "expert_dim": 64, "router_groups": 1, "router_groups_kept": 1,
+    if preset.window:
+        sizes["window"] = rng.choice((5, 16))
+    if preset.num_experts:
+        sizes |= {"num_experts": rng.choice((4, 8)), "experts_per_token": 2, "expert_dim": 64,
+                  "router_groups": 1, "router_groups_kept": 1,
                   "first_dense": rng.choice((0, 0, 1))}  # fmt: skip
-    if preset["kv_latent"]:
-        small |= {"kv_latent": 16, "rope_dim": 8, "value_dim": 16, "num_kv_heads": heads}
-        small["query_latent"] = rng.choice((0, 16))
-    if preset["layer_pattern"] and len(preset["layer_pattern"]) > small["num_layers"]:
-        small["num_layers"] = len(preset["layer_pattern"])
-    keys |= {f"model.{key}": value for key, value in small.items()}
-    keys["batch.sequence_length"] = rng.choice((16, 32, 64))
-    keys["data.train_tokenizer"], keys["data.tokenizer"] = 0, "bytes"
-    return keys
+    if preset.kv_latent:
+        sizes |= {"kv_latent": 16, "rope_dim": 8, "value_dim": 16, "num_kv_heads": heads}
+        sizes["query_latent"] = rng.choice((0, 16))
+    sizes["num_layers"] = max(sizes["num_layers"], len(preset.layer_pattern))
+    return _FILE.format(family=family, sizes=sizes, length=rng.choice((16, 32, 64)))
 
 
 def trace(arguments: list[str], kind: tuple[str, str]) -> None:
-    """Resolves a config and traces what its run would compile. ConfigError: it is refused.
+    """Resolves a config and traces what its run would compile. ConfigError: it is refused;
+    Unsupported: by the attention kernel that it names, which sees shapes only here.
 
     Raises AssertionError for another ValueError: `resolve` gathers all problems, and promises that
     what it returns has none.
@@ -200,7 +202,9 @@ def trace(arguments: list[str], kind: tuple[str, str]) -> None:
             for phase in made.strategy.phases:
                 step = make_train_step(made, phase)
                 jax.make_jaxpr(step)(made.abstract, made.abstract_batch)
-    except config_lib.ConfigError:
+            for program in (*made.strategy.outer.values(), *made.between.values()):
+                jax.make_jaxpr(program)(made.abstract)
+    except (config_lib.ConfigError, attend.Unsupported):
         raise
     except ValueError as error:
         raise AssertionError(f"no problem of the config, and then: {error}") from error

@@ -486,7 +486,7 @@ class Configs(Target):
     def load(self, folder, rng):
         import draw_configs
 
-        arguments = draw_configs.draw(rng)
+        arguments = draw_configs.draw(rng, folder)
         (folder / "arguments").write_text("\n".join(arguments))
         draw_configs.trace(arguments, rng.choice(draw_configs.KINDS))
 

@@ -13,7 +13,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from llmx.runtime import exits
+from llmx.runtime import exits, printable
 
 if __name__ == "__main__":
     exits.silent_interrupts()
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             trace = timeline.to_trace(result.timeline)
             pathlib.Path(args.trace).write_text(f"{json.dumps(trace)}\n")
     except (ValueError, OSError, CompileError) as error:
-        print(error, file=sys.stderr)
+        printable.to_stderr(error)
         return WRONG
     exits.show(
         json.dumps(report.to_json(result, trials)) if args.json else report.text(result, trials)

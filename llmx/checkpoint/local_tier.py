@@ -15,7 +15,6 @@ import os
 import re
 import secrets
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from llmx.checkpoint.checkpointer import CheckpointConfig, Checkpointer, Restore
 from llmx.checkpoint.manifest import Corrupt, Document, Mismatch
 from llmx.data import transient
 from llmx.pipeline.permutation import IDENTITY, LayerPermutation
-from llmx.runtime import launch
+from llmx.runtime import launch, printable
 
 OWN, COPY = "own", "copy"
 NAME = re.compile(r"(\d+)-[0-9a-f]+")  # of a step: its number, and the launch that wrote it
@@ -301,11 +300,10 @@ class LocalTier(contextlib.AbstractContextManager):
 
     def _warn(self, step: int, error: Exception) -> None:
         if not self._failing:
-            print(
+            printable.to_stderr(
                 f"warning: process {self._peers.index}: local checkpoint {step} was not written: "
-                f"{type(error).__name__}: {error}; training goes on, with the one before",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+                f"{type(error).__name__}: {error}; training goes on, with the one before"
+            )
         self._failing = True
 
     def _commit(self, number: int) -> None:

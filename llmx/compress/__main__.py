@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Sequence
 
-from llmx.runtime import exits
+from llmx.runtime import exits, printable
 
 if __name__ == "__main__":
     exits.silent_interrupts()
@@ -42,16 +42,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     from llmx.compress import command as command_lib
     from llmx.compress import recipe, report
     from llmx.compress.stages import Stopped
+    from llmx.config import describe
 
     try:
         rows = command_lib.compress(args.workdir, recipe.load(args.recipe), args.output)
     except Stopped as stopped:
-        print(f"{stopped}; the same command goes on from there", file=sys.stderr)
+        printable.to_stderr(f"{stopped}; the same command goes on from there")
         return exits.STOPPED
     # RuntimeError: no checkpoint of the run is good, or the devices have no room for it.
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exits.REFUSED
+        printable.error(error)
+        return describe.failure_code(error)
     if args.json:
         exits.show(json.dumps([vars(row) for row in rows]))
         return exits.DONE

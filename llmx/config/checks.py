@@ -86,6 +86,11 @@ def resolve(
     return config
 
 
+def can_launch(config: Config) -> bool:
+    """Whether the section `launch` is right by itself, before the whole config is checked."""
+    return not any(value_types.wrong_types(config)) and not launch.problems(config.launch)
+
+
 def for_inference(run: Config, *, tensor: int = 1, fsdp: int = 1) -> Config:
     """A copy of a resolved run that computes forward on a mesh of its own, by ZeRO-3.
 

@@ -23,7 +23,7 @@ import llmx
 from llmx import config as config_lib
 from llmx.checkpoint import identity, mirror
 from llmx.config import Config
-from llmx.runtime import agreement, auxiliary
+from llmx.runtime import agreement, auxiliary, printable
 
 FILE = "history.jsonl"
 START, WENT_BACK, ROLLBACK = "start", "went back", "rollback"
@@ -240,20 +240,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         workdir = mirror.reading(workdir)
     except ValueError as error:
-        print(error, file=sys.stderr)
+        printable.to_stderr(error)
         return 2
     if not pathlib.Path(workdir, FILE).is_file():
-        print(f"{workdir} holds no {FILE}: name the workdir of a run", file=sys.stderr)
+        printable.to_stderr(f"{workdir} holds no {FILE}: name the workdir of a run")
         return 2
     try:
-        print("\n".join(lines(workdir)))
+        print(printable.printable("\n".join(lines(workdir))))
         if text := damaged(workdir):
-            print(f"warning: {text}", file=sys.stderr)
+            printable.to_stderr(f"warning: {text}")
         sys.stdout.flush()
     except BrokenPipeError:
         sys.stdout = None  # the reader has seen enough
     except OSError as error:
-        print(f"{workdir}/{FILE} cannot be shown: {auxiliary.cause(error)}", file=sys.stderr)
+        printable.to_stderr(f"{workdir}/{FILE} cannot be shown: {auxiliary.cause(error)}")
         return 2
     return 0
 

@@ -26,7 +26,7 @@ from llmx.data import (
 )
 from llmx.data import shards as shards_lib
 from llmx.data import sources as sources_lib
-from llmx.runtime import exits
+from llmx.runtime import exits, printable
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -204,7 +204,7 @@ def _make_recipe(arguments: argparse.Namespace) -> build.Recipe:
         bos=not arguments.no_bos, format=arguments.format,
     )  # fmt: skip
     if recipe.left_out:
-        print(f"left out: {sources_lib.listed(recipe.left_out)}", file=sys.stderr)
+        printable.to_stderr(f"left out: {sources_lib.listed(recipe.left_out)}")
     return recipe
 
 
@@ -376,8 +376,9 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("\n".join(problems))
         if arguments.preview:
             for line in preview.lines(
-                _make_recipe(arguments), count=arguments.preview, color=preview.has_color()
-            ):
+                _make_recipe(arguments), count=arguments.preview, color=preview.has_color(),
+                shown=printable.printable,
+            ):  # fmt: skip
                 print(line)
             return 0
         if not _is_written(arguments) or arguments.source:
@@ -386,7 +387,7 @@ def main(argv: list[str] | None = None) -> int:
             teach(arguments)
     # RuntimeError: no checkpoint of the teacher is good.
     except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        printable.error(error)
         return exits.AGAIN if transient.is_transient(error) else exits.REFUSED
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)

@@ -8,7 +8,7 @@ import collections
 import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -22,8 +22,10 @@ def has_color() -> bool:
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
 
 
-def lines(recipe: build.Recipe, *, count: int, color: bool) -> Iterator[str]:
-    """The first documents of a recipe."""
+def lines(
+    recipe: build.Recipe, *, count: int, color: bool, shown: Callable[[str], str]
+) -> Iterator[str]:  # fmt: skip
+    """The first documents of a recipe. `shown`: a text of others as a terminal can take it."""
     skipped: collections.Counter = collections.Counter()
     found = recipe.documents(documents.Position(), skipped)
     for number, document in enumerate(itertools.islice(found, count), 1):
@@ -32,7 +34,7 @@ def lines(recipe: build.Recipe, *, count: int, color: bool) -> Iterator[str]:
         learned = np.arange(len(ids)) > 0 if weights is None else (weights & shards.LEARNED) > 0
         yield f"--- document {number}: {len(ids)} tokens, {int(learned.sum())} learned"
         show = _colored if color else _plain
-        yield from show(recipe.tokenizer, ids.tolist(), learned.tolist())
+        yield from show(recipe.tokenizer, ids.tolist(), learned.tolist(), shown)
 
 
 def _names(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
@@ -40,13 +42,20 @@ def _names(tokenizer: tokenizers.Tokenizer) -> dict[int, str]:
     return {tokenizer.end_of_document: "<end of document>"} | special
 
 
-def _plain(tokenizer: tokenizers.Tokenizer, ids: list[int], learned: list[bool]) -> Iterator[str]:
+def _plain(
+    tokenizer: tokenizers.Tokenizer, ids: list[int], learned: list[bool],
+    shown: Callable[[str], str],
+) -> Iterator[str]:  # fmt: skip
     names = _names(tokenizer)
     for token, weight in zip(ids, learned, strict=True):
-        yield f"{int(weight)} {token:>7} {names.get(token) or repr(tokenizer.decode([token]))}"
+        text = names.get(token) or repr(tokenizer.decode([token]))
+        yield f"{int(weight)} {token:>7} {shown(text)}"
 
 
-def _colored(tokenizer: tokenizers.Tokenizer, ids: list[int], learned: list[bool]) -> Iterator[str]:
+def _colored(
+    tokenizer: tokenizers.Tokenizer, ids: list[int], learned: list[bool],
+    shown: Callable[[str], str],
+) -> Iterator[str]:  # fmt: skip
     names, text = _names(tokenizer), ""
     # Runs are decoded whole, so that characters of several tokens appear.
     runs = itertools.groupby(
@@ -54,6 +63,6 @@ def _colored(tokenizer: tokenizers.Tokenizer, ids: list[int], learned: list[bool
     )
     for (weight, name), pairs in runs:
         run = [token for token, _ in pairs]
-        shown = name * len(run) if name else tokenizer.decode(run)
-        text += (_LEARNED if weight else _OTHER) + (_UNDERLINED if name else "") + shown + _OFF
+        said = shown(name * len(run) if name else tokenizer.decode(run))
+        text += (_LEARNED if weight else _OTHER) + (_UNDERLINED if name else "") + said + _OFF
     yield text

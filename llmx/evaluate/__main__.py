@@ -11,7 +11,7 @@ import json
 import math
 import sys
 
-from llmx.runtime import exits
+from llmx.runtime import exits, printable
 
 if __name__ == "__main__":
     exits.silent_interrupts()
@@ -20,6 +20,7 @@ import jax
 
 from llmx import config
 from llmx.checkpoint import mirror, resume
+from llmx.config import describe
 from llmx.config import recipe as recipe_lib
 from llmx.data import dataset as data_lib
 from llmx.data import tokenizers
@@ -57,18 +58,18 @@ def main(argv: list[str] | None = None) -> int:
         step, result, sentence = _evaluate(args)
     # RuntimeError: no checkpoint of the run is good, or the devices have no room for it.
     except (ValueError, RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        printable.error(error)
+        return describe.failure_code(error)
     try:
         if jax.process_index() == 0:
             shown = (
                 json.dumps({**result, "step": step}) if args.json else f"step {step}: {sentence}"
             )
-            print(shown, flush=True)
+            print(printable.printable(shown), flush=True)
     except BrokenPipeError:
         sys.stdout = None  # the reader has seen enough
     except OSError as error:
-        print(f"error: the result cannot be written: {error}", file=sys.stderr)
+        printable.error(f"the result cannot be written: {error}")
         return 2
     return 0
 

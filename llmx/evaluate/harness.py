@@ -13,7 +13,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from llmx.runtime import exits
+from llmx.runtime import exits, printable
 
 if __name__ == "__main__":
     exits.silent_interrupts()
@@ -29,14 +29,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from lm_eval.__main__ import cli_evaluate
 
+        from llmx.config import describe
         from llmx.evaluate import harness_model
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("llmx"):
             raise
-        print(
-            "error: lm-evaluation-harness is not here "
-            f"({error.name}): pip install 'lm-eval>=0.4.13'",
-            file=sys.stderr,
+        printable.error(
+            f"lm-evaluation-harness is not here ({error.name}): pip install 'lm-eval>=0.4.13'"
         )
         return exits.REFUSED
     command = [words.pop(0)] if words[:1] in (["run"], ["ls"], ["validate"]) else ["run"]
@@ -47,12 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cli_evaluate()
     except harness_model.Refused as error:
-        print(f"error: {error}", file=sys.stderr)
-        return exits.REFUSED
+        printable.error(error)
+        return describe.failure_code(error)
     except ValueError as error:
         if not _of_arguments(error):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        printable.error(error)
         return exits.REFUSED
     finally:
         sys.argv = before

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from llmx.runtime import exits
+from llmx.runtime import exits, printable
 
 if __name__ == "__main__":
     exits.silent_interrupts()
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             report, lines = config_report.show(command, args, argv)
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        printable.to_stderr(error)
         return 2
     exits.show(json.dumps(report) if args.json else lines)
     of_machine = args.config is not None and args.machine is not None

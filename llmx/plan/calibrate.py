@@ -17,7 +17,6 @@ import math
 import os
 import pathlib
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -29,7 +28,7 @@ from llmx.plan import calibrations, gemm, hardware_file, machines, routes
 from llmx.plan.gemm import Attended, Calibration, Core, Measured, Streamed
 from llmx.plan.hardware_file import Hardware
 from llmx.plan.traffic import Message
-from llmx.runtime import exits, hardware, output_paths
+from llmx.runtime import exits, hardware, output_paths, printable
 
 MIB = 2**20
 ABOVE_THE_PEAK = 0.02  # of a product's least time: clocks and peaks are rounded
@@ -385,7 +384,7 @@ def main(argv: Sequence[str]) -> int:
     command.add_argument("--quick", action="store_true", help="fewer sizes, a minute")
     args = command.parse_args(argv)
     if problems := output_paths.file_problems("--out", args.out or ""):
-        print("\n".join(problems), file=sys.stderr)
+        printable.to_stderr("\n".join(problems))
         return 2
     from llmx import config
     from llmx.runtime import launch
@@ -397,23 +396,23 @@ def main(argv: Sequence[str]) -> int:
     part = out.with_name(f"{out.name}.part")
     for path in (out, part, _new(out)):
         if path.exists() and not path.is_file():
-            print(f"--out {out}: {path} is no file: give another --out", file=sys.stderr)
+            printable.to_stderr(f"--out {out}: {path} is no file: give another --out")
             return 2
     platform = "cpu" if machine["device_kind"] == "cpu" else "accelerator"
     keys = keys_of(platform, machine["num_devices"], args.quick)
     if platform != "cpu" and machine["device_kind"] not in hardware.DEVICE_KINDS:
-        print(f"{machine['device_kind']!r} has no row in llmx.runtime.hardware", file=sys.stderr)
+        printable.to_stderr(f"{machine['device_kind']!r} has no row in llmx.runtime.hardware")
         return 2
-    note = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    note = printable.to_stderr
     try:
         found = run(part, machine, keys, measure, note)
         if chip := hardware.chip_of(machine["device_kind"]):
             check_products(part, found, chip)
     except (ValueError, OSError) as error:
-        print(error, file=sys.stderr)
+        printable.to_stderr(error)
         return 2
     except KeyboardInterrupt:
-        print(f"stopped; the same command goes on from {part}", file=sys.stderr)
+        printable.to_stderr(f"stopped; the same command goes on from {part}")
         return STOPPED
     about = machine | {"date": datetime.date.today().isoformat()}
     own = hardware_of({key: found[key] for key in keys}, name, about)

@@ -11,7 +11,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from llmx.runtime import exits
+from llmx.runtime import exits, printable
 
 if __name__ == "__main__":
     exits.silent_interrupts()
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = command.parse_args(argv)
     problems = [*runs.problems(args.workdirs), *output_paths.file_problems("--output", args.output)]
     if problems:
-        print("\n".join(problems), file=sys.stderr)
+        printable.to_stderr("\n".join(problems))
         return exits.REFUSED
     try:
         found = [
@@ -48,10 +48,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         write(pathlib.Path(args.output), page.render(found), encoding="utf-8")
     except (ValueError, OSError) as error:
         text = auxiliary.cause(error) if isinstance(error, OSError) else error
-        print(f"error: {text}", file=sys.stderr)
+        printable.error(text)
         return exits.REFUSED
     for note in (note for run in found for note in run.notes):
-        print(f"warning: {note}", file=sys.stderr)
+        printable.to_stderr(f"warning: {note}")
     exits.show(args.output)
     return exits.DONE
 

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import llmx
-from llmx.runtime import exits, fatal
+from llmx.runtime import exits, fatal, printable
 
 LOOK_SECONDS = 0.25  # between looks for refusals; longer with many processes
 BEAT_SECONDS = 1.0
@@ -88,7 +88,7 @@ class Peers:
     def __init__(
         self, store: Store | None = None, index: int = 0, count: int = 1, *,
         heartbeat: Callable[[], Heartbeat] = dict, silence: float = 30.0,
-        log: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+        log: Callable[[str], None] = printable.to_stderr,
     ):  # fmt: skip
         self.index, self.count = index, count
         self._store, self._heartbeat, self._silence, self._log = store, heartbeat, silence, log

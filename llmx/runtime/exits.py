@@ -6,6 +6,8 @@
 import signal
 import sys
 
+from llmx.runtime import printable
+
 DONE = 0  # all steps are taken
 CRASHED = 1  # an error that nobody foresaw, or an interpreter that was held: stacks are printed
 REFUSED = 2  # config, data, checkpoint or work directory: fix what the last line names
@@ -29,6 +31,6 @@ def silent_interrupts() -> None:
 def show(text: str) -> None:
     """Prints to a reader who may have seen enough, as `head`: that is no error."""
     try:
-        print(text, flush=True)
+        print(printable.printable(text), flush=True)
     except BrokenPipeError:
         sys.stdout = None  # the interpreter flushes it once more at its end

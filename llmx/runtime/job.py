@@ -8,12 +8,11 @@ with Job(log=launch.log) as job:
 
 import contextlib
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 
-from llmx.runtime import agreement, bounds, exits, fatal, launch, ownership, stragglers
+from llmx.runtime import agreement, bounds, exits, fatal, launch, ownership, printable, stragglers
 from llmx.runtime.agreement import Peers
 from llmx.runtime.auxiliary import Auxiliary
 from llmx.runtime.caller import Caller
@@ -184,5 +183,5 @@ class Job(contextlib.ExitStack):
 
 def _say(text: str) -> str:
     with contextlib.suppress(OSError, ValueError):  # nobody reads it, or its disk is full
-        print(text, file=sys.stderr, flush=True)
+        printable.to_stderr(text)
     return text

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 
 import jax
 
-from llmx.runtime import bounds, clusters
+from llmx.runtime import bounds, clusters, printable
 from llmx.runtime.bounds import bounded, choice
 from llmx.runtime.clusters import Cluster
 from llmx.runtime.supervisor import restart_count as restart_count
@@ -331,7 +331,8 @@ def log(text: str, file: TextIO | None = None) -> None:
         return
     file = sys.stdout if file is None else file
     try:
-        file.write(f"{text}\n")  # in one piece: collectives of a process print to the same stdout
+        # In one piece: collectives of a process print to the same stdout.
+        file.write(f"{printable.printable(text)}\n")
         file.flush()
     except BrokenPipeError:  # the reader is gone: a flush at exit must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())

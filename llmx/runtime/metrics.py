@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from llmx.runtime import plot, spikes, utilization
+from llmx.runtime import plot, printable, spikes, utilization
 from llmx.runtime.auxiliary import Auxiliary
 from llmx.runtime.bounds import MACHINE, bounded, choice
 from llmx.runtime.caller import Caller
@@ -225,7 +225,7 @@ class Reporter(contextlib.ExitStack):
     def note(self, text: str):
         """Print a line (a warning, a checkpoint, ...) without breaking the live one."""
         if self.writes:
-            self._show(self._display.note, text)
+            self._show(self._display.note, printable.printable(text))
 
     def rates(self) -> dict[str, float]:
         """Over the recent steps: tokens_per_second (median), data_share, MFU, HFU where known."""
@@ -337,7 +337,7 @@ def _plain_numbers(value: float | Sequence[float]) -> float | list[float | None]
 
 def _to_stderr(text: str):
     with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
-        print(text, file=sys.stderr, flush=True)
+        printable.to_stderr(text)
 
 
 def _scalar_pieces(scalars: dict[str, float]) -> list[str]:

@@ -29,7 +29,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from llmx.runtime import exits
+from llmx.runtime import exits, printable
 
 FINAL = (exits.DONE, exits.REFUSED, exits.STOPPED, exits.UNSAVED, exits.INTERRUPTED)
 STEADY_SECONDS = 600.0  # without a work directory to look at, this long is progress
@@ -264,7 +264,7 @@ def die_with(parent: int):
 
 
 def note(text: str) -> None:
-    print(f"supervisor: {text}", file=sys.stderr, flush=True)
+    printable.to_stderr(f"supervisor: {text}")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping
 
 from llmx.data import remote
-from llmx.runtime import exits, output_paths
+from llmx.runtime import exits, output_paths, printable
 
 if __name__ == "__main__":
     exits.silent_interrupts()
@@ -142,10 +142,10 @@ def main(argv: list[str] | None = None) -> int:
         return exits.DONE
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        printable.error(error)
         return exits.REFUSED
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        printable.error(error)
         return exits.UNSAVED
     except KeyboardInterrupt:  # what was written is removed
         print("interrupted: run the same command again", file=sys.stderr)

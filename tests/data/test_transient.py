@@ -1,6 +1,7 @@
 """A disk or a store that fails for a while is no bad input: what was finished stays."""
 
 import errno
+import importlib
 import json
 import os
 
@@ -257,3 +258,26 @@ def test_a_checkpoint_on_a_failing_disk_is_not_corrupt(error, kind):
         manifest.Corrupt if isinstance(error, IsADirectoryError)
         else manifest.Unreadable if isinstance(error, PermissionError) else kind
     )  # fmt: skip
+
+
+COMMANDS = ("generate", "evaluate.__main__", "convert", "compress.__main__")
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_commands_that_read_a_run_say_whether_to_run_again(tmp_path, monkeypatch, capsys, module):
+    """The store of a run does not answer: exit code 75, not that of wrong input."""
+    command = importlib.import_module(f"llmx.{module}")
+    options = {
+        "generate": ["--prompt", "a"], "convert": ["--to-hf", f"{tmp_path}/out"],
+        "compress.__main__": ["--recipe", "configs/compress_quickstart.py", "--output", "out"],
+    }  # fmt: skip
+
+    def unanswered(path, *rest, **others):
+        raise ValueError(f"{path} cannot be read") from OSError(errno.ECONNRESET, "reset", path)
+
+    monkeypatch.setattr("llmx.checkpoint.mirror.reading", unanswered)
+    monkeypatch.setattr("llmx.compress.command.compress", unanswered)
+    monkeypatch.setattr("llmx.config.load_run", unanswered)
+    monkeypatch.setattr("llmx.config.load_run_with_tables", unanswered)
+    arguments = ["--workdir", str(tmp_path / "run"), *options.get(module, [])]
+    assert command.main(arguments) == exits.AGAIN, capsys.readouterr().err

@@ -13,7 +13,7 @@ from llmx.data import build as token_build
 from llmx.data import transient
 from llmx.data.records import build, schema, shards, sources
 from llmx.data.records import config as config_lib
-from llmx.runtime import bounds, exits
+from llmx.runtime import bounds, exits, printable
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("\n".join(problems))
         write(arguments, config)
     except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        printable.error(error)
         return exits.AGAIN if transient.is_transient(error) else exits.REFUSED
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)
