@@ -124,7 +124,9 @@ class Config:
     pipeline: PipelineConfig = section_of(PipelineConfig, of=RUN)
     sync: SyncConfig = section_of(SyncConfig, of=RUN)
     attention: AttentionConfig = section_of(AttentionConfig, of=RUN)
-    experts: ExpertsConfig = section_of(ExpertsConfig, of=RUN)
+    experts: ExpertsConfig = section_of(
+        ExpertsConfig, of=RUN, needs={"model.num_experts": {"not": (0,)}}
+    )
     products: ProductsConfig = section_of(ProductsConfig, of=RUN)
     quantization: QuantizationConfig = section_of(QuantizationConfig, of=RUN)
     tables: TablesConfig = section_of(TablesConfig, of=RUN)
