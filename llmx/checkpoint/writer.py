@@ -22,6 +22,7 @@ import jax
 
 from llmx.checkpoint import checksums, directory, quiet
 from llmx.checkpoint.manifest import IN_PARTS, PART_BYTES, Document
+from llmx.data import build
 from llmx.runtime import host_memory, launch, output_paths
 from llmx.runtime.agreement import Store
 from llmx.sharding import trees
@@ -67,25 +68,30 @@ def filling(
 ) -> Iterator[None]:  # fmt: skip
     """Makes a directory for files that the block writes, the one named `last` after all others.
 
-    Raises ValueError as `output_paths.require_new`. Whatever the block raises, no files are left
-    but those of `besides`; an OSError becomes `Unwritten`. What a killed one leaves is marked, and
-    the next one replaces it.
+    Raises ValueError as `output_paths.require_new`, or while another process fills it. Whatever the
+    block raises, no files are left but those of `besides`; an OSError becomes `Unwritten`. What a
+    killed one leaves is marked, and the next one replaces it.
     """
-    output_paths.require_new(folder, last=last, besides=besides, remedy=remedy)
+
+    def refuse() -> None:
+        raise ValueError(f"another process is writing {folder}: wait for it to end")
+
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _clear(folder, besides)
-        (folder / output_paths.UNFINISHED).touch()
-        yield
-        (folder / output_paths.UNFINISHED).unlink()
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            _clear(folder, besides)
-        if (
-            not isinstance(error, OSError)
-            or isinstance(error, Unwritten)
-            or _is_elsewhere(error, folder)
-        ):
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+        with build.exclusive(folder, on_wait=refuse):
+            output_paths.require_new(folder, last=last, besides=besides, remedy=remedy)
+            try:
+                _clear(folder, besides)
+                (folder / output_paths.UNFINISHED).touch()
+                yield
+                (folder / output_paths.UNFINISHED).unlink(missing_ok=True)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    _clear(folder, besides)
+                raise
+    except OSError as error:
+        if isinstance(error, Unwritten) or _is_elsewhere(error, folder):
             raise
         cause, remedy = reason(error)
         raise Unwritten(f"{folder} cannot be written: {cause}: {remedy}") from error
