@@ -22,7 +22,7 @@ def main() -> None:
     workdir = parser.parse_args().workdir
     try:
         workdir = mirror.reading(workdir)
-        print(*plot.plot_all(workdir, log=printable.to_stderr), sep="\n")
+        exits.show("\n".join(map(str, plot.plot_all(workdir, log=printable.to_stderr))))
     except (ValueError, OSError) as error:
         parser.error(printable.printable(error))
 

@@ -169,7 +169,7 @@ def ls(args: argparse.Namespace) -> int:
                 row["state"], row["problem"] = "corrupt", str(error)
         rows.append(row)
     if args.json:
-        print(json.dumps(rows, indent=1))
+        exits.show(json.dumps(rows, indent=1))
         return exits.DONE
     _show(f"{'name':<16}{'state':<12}{'date':<21}{'size':>12}  {'samples':>10}  strategy  mesh")
     for row in rows:

@@ -90,7 +90,7 @@ def write(arguments: argparse.Namespace, config: config_lib.RecordsConfig) -> No
 
 def _show(opened: shards.RecordShards) -> None:
     share = opened.num_clicks / opened.num_records
-    print(
+    exits.show(
         f"{opened.folder}: {opened.num_records:,} records, {share:.1%} clicks, "
         f"{len(opened.schema.dense)} numbers, {len(opened.schema.features)} features, "
         f"{len(opened.records)} shards"
