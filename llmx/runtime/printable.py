@@ -8,6 +8,8 @@ import re
 import sys
 from typing import TextIO
 
+from llmx.runtime import causes
+
 # All control characters but tab and line feed, what turns the direction of writing, and halves of
 # characters, which no stream can encode.
 _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -25,7 +27,7 @@ def to_stderr(text: object) -> None:
 
 def error(text: object) -> None:
     """Prints what ended a command, to standard error."""
-    to_stderr(f"error: {text}")
+    to_stderr(f"error: {causes.stated(text)}")
 
 
 def on(stream: TextIO, text: str) -> str:
