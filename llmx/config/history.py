@@ -23,7 +23,7 @@ import llmx
 from llmx import config as config_lib
 from llmx.checkpoint import identity, mirror
 from llmx.config import Config
-from llmx.runtime import agreement, auxiliary, printable
+from llmx.runtime import agreement, auxiliary, exits, printable
 
 FILE = "history.jsonl"
 START, WENT_BACK, ROLLBACK = "start", "went back", "rollback"
@@ -246,12 +246,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         printable.to_stderr(f"{workdir} holds no {FILE}: name the workdir of a run")
         return 2
     try:
-        print(printable.printable("\n".join(lines(workdir))))
+        exits.show("\n".join(lines(workdir)))
         if text := damaged(workdir):
             printable.to_stderr(f"warning: {text}")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        sys.stdout = None  # the reader has seen enough
     except OSError as error:
         printable.to_stderr(f"{workdir}/{FILE} cannot be shown: {auxiliary.cause(error)}")
         return 2

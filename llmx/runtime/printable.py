@@ -4,6 +4,7 @@ A terminal obeys what begins with an escape character: it moves the cursor, writ
 changes titles, and some can be made to type. Such characters are shown as `repr` shows them.
 """
 
+import contextlib
 import re
 import sys
 from typing import TextIO
@@ -23,6 +24,12 @@ def printable(text: object) -> str:
 def to_stderr(text: object) -> None:
     """Prints a line to standard error."""
     print(printable(text), file=sys.stderr, flush=True)
+
+
+def try_to_stderr(text: object) -> None:
+    """`to_stderr`, also where nobody reads it or its disk is full."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+        to_stderr(text)
 
 
 def error(text: object) -> None:
