@@ -64,6 +64,6 @@ def test_the_remedy_is_said_once(number, remedy, tmp_path, capsys):
     with pytest.raises(OSError) as raised:
         write(tmp_path)
     printable.error(raised.value)
-    remedy = remedy.format(raised.value)
+    remedy = remedy.format(f"[Errno {number}] {os.strerror(number)}: '{tmp_path}'")
     assert capsys.readouterr().err == f"error: {remedy}, and run the same command again\n"
     assert describe.failure_text(config.default(), raised.value) == remedy
