@@ -223,7 +223,7 @@ class _Rows:
         at, ended = 0, [False] * len(self.rows)
         waiting = [head + text for head, text in zip(self.headings, before, strict=True)]
 
-        def printable(last: bool) -> Iterator[str]:
+        def ready(last: bool) -> Iterator[str]:
             nonlocal at
             while at < len(self.rows):
                 yield waiting[at]
@@ -233,17 +233,17 @@ class _Rows:
                 yield "\n"
                 at += 1
 
-        yield from printable(last=False)
+        yield from ready(last=False)
         for parts in blocks:
             for row, (stream, ids) in enumerate(zip(self.rows, parts, strict=True)):
                 waiting[row] += stream.add(ids)
                 ended[row] = stream.stopped
-            yield from printable(last=False)
+            yield from ready(last=False)
             if all(ended):
                 return
         for row, stream in enumerate(self.rows):
             waiting[row] += stream.end()
-        yield from printable(last=True)
+        yield from ready(last=True)
 
 
 def _settings(args: argparse.Namespace, config: config_lib.Config, room: int) -> dict[str, Any]:

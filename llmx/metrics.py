@@ -23,7 +23,7 @@ def main() -> None:
     workdir = parser.parse_args().workdir
     try:
         workdir = mirror.reading(workdir)
-        print(*plot.plot_all(workdir, log=printable.to_stderr), sep="\n")
+        exits.show("\n".join(map(str, plot.plot_all(workdir, log=printable.to_stderr))))
     except (ValueError, OSError) as error:
         text = f"{parser.prog}: error: {printable.printable(error)}\n"
         parser.exit(transient.exit_code(error), text)

@@ -24,7 +24,7 @@ from llmx import config as config_lib
 from llmx.checkpoint import identity, mirror
 from llmx.config import Config
 from llmx.data import transient
-from llmx.runtime import agreement, auxiliary, printable
+from llmx.runtime import agreement, auxiliary, exits, printable
 
 FILE = "history.jsonl"
 START, WENT_BACK, ROLLBACK = "start", "went back", "rollback"
@@ -242,12 +242,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         workdir = mirror.reading(workdir)
         if not pathlib.Path(workdir, FILE).is_file():
             raise ValueError(f"{workdir} holds no {FILE}: name the workdir of a run")
-        print(printable.printable("\n".join(lines(workdir))))
+        exits.show("\n".join(lines(workdir)))
         if text := damaged(workdir):
             printable.to_stderr(f"warning: {text}")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        sys.stdout = None  # the reader has seen enough
     except ValueError as error:
         printable.to_stderr(error)
         return transient.exit_code(error)

@@ -14,7 +14,7 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ ROLES = (
 ASSISTANT = "assistant"
 FORMATS = ("chat", "preference")  # of `DataConfig.format`, those that a chat template renders
 MAX_BYTES = 4 << 20  # of a conversation; it is encoded whole
+_TOGETHER = 1 << 18  # characters of a conversation times its turns that are rendered together
 # Digits stay what they are in whatever a template does to a text, but for cutting it.
 _MARK, _BREAK, _BEGIN, _END, _CONTENT_END = (f"{secrets.randbits(100):031d}" for _ in range(5))
 _NO_TEXT = ("role", "type")  # keys whose values templates compare
@@ -158,7 +159,7 @@ class Template:
                 f"tokenizer {tokenizer.name} has no chat template: set data.chat_template to a "
                 "Jinja file, or put a chat_template.jinja beside the tokenizer.json"
             )
-        found = template_process.ask(source, (_BEGIN, _END))
+        (found,) = template_process.ask(source, (_BEGIN, _END))
         if "refused" in found:
             line = f", line {found['line']}" if "line" in found else ""
             raise ValueError(f"the chat template is no Jinja{line}: {found['refused']}: correct it")
@@ -182,15 +183,33 @@ class Template:
 
         Raises ValueError where the template refuses it.
         """
-        inputs = {"messages": self._marked(messages), "add_generation_prompt": generation_prompt}
+        (found,) = self._renderings(messages, [(len(messages), generation_prompt)])
+        return _required(found)
+
+    def _renderings(
+        self, messages: Messages, asked: Sequence[tuple[int, bool]]
+    ) -> list[Rendered | ValueError]:
+        """`render` of the first so many messages with a generation prompt or not, for each asked;
+        or the ValueError of it. All together: the process of templates answers them at once."""
         given = {"tools": None, "documents": None} | self._names | self._arguments
-        found = template_process.ask(self.source, (_BEGIN, _END), given | inputs)
-        if "refused" in found:
-            raise ValueError(f"the chat template refuses the conversation: {found['refused']}")
-        raw = found["text"]
-        for number, message in enumerate(inputs["messages"], 1):
+        marked = self._marked(messages)
+        values = [
+            given | {"messages": marked[:count], "add_generation_prompt": prompt}
+            for count, prompt in asked
+        ]
+        answers = template_process.ask(self.source, (_BEGIN, _END), values)
+        return [
+            self._answered(answer, marked[:count])
+            for answer, (count, _) in zip(answers, asked, strict=True)
+        ]
+
+    def _answered(self, answer: dict[str, Any], messages: Messages) -> Rendered | ValueError:
+        if "refused" in answer:
+            return ValueError(f"the chat template refuses the conversation: {answer['refused']}")
+        raw = answer["text"]
+        for number, message in enumerate(messages, 1):
             if isinstance(parts := message.get("content"), list) and str(parts) in raw:
-                raise ValueError(
+                return ValueError(
                     f"message {number} has a list of parts as its content, and the chat template "
                     "writes it as Python does: write a string, or use a template that goes through "
                     "parts"
@@ -287,12 +306,12 @@ class Template:
         learned = self._marked_turns(talk, whole)
         marked = bool(_GENERATION.search(self.source))
         if not marked:
-            numbers = (
+            numbers = [
                 number for number, message in enumerate(talk.messages)
                 if number >= talk.first and message["role"] == ASSISTANT
                 and number not in talk.unlearned
-            )  # fmt: skip
-            learned = tuple(self._turn(talk.messages, number, whole) for number in numbers)
+            ]  # fmt: skip
+            learned = tuple(self._turns(talk.messages, numbers, whole))
         if not any(begin < end for begin, end in learned):
             raise ValueError("the chat template renders nothing of the assistant's turns")
         return dataclasses.replace(whole, learned=learned, marked=marked)
@@ -311,13 +330,36 @@ class Template:
                 kept[first:last] = [(0, 0)] * (last - first)
         return tuple(part for part in kept if part != (0, 0))
 
-    def _turn(self, messages: Messages, number: int, whole: Rendered) -> tuple[int, int]:
+    def _turns(
+        self, messages: Messages, numbers: Sequence[int], whole: Rendered
+    ) -> Iterator[tuple[int, int]]:
+        """The ranges of assistants' turns in the text of the conversation."""
+        going_on, last = [*messages, _NEXT], len(messages) - 1
+        together = max(1, _TOGETHER // len(whole.text or "1"))
+        for at in range(0, len(numbers), together):
+            some = numbers[at : at + together]
+            asked = [(number, True) for number in some]
+            asked += [(number + (2 if number == last else 1), False) for number in some]
+            found = self._renderings(going_on, asked)
+            yield from (
+                self._turn(messages, number, whole, _required(before), behind)
+                for number, before, behind in zip(
+                    some, found[: len(some)], found[len(some) :], strict=True
+                )
+            )
+
+    def _turn(
+        self, messages: Messages, number: int, whole: Rendered, before: Rendered,
+        behind: Rendered | ValueError,
+    ) -> tuple[int, int]:  # fmt: skip
         """The range of an assistant's turn in the text of the conversation.
 
         The turn's is what the template writes behind the generation prompt, whether the
         conversation ends there or goes on.
+
+        before: what the turn is an answer to. behind: the conversation that the turn ends, for the
+        last turn the one in which a user follows.
         """
-        before = self.render(messages[:number], generation_prompt=True)
         begin, last = len(before.text), number + 1 == len(messages)
         if _num_shared(whole, before) < begin:
             raise ValueError(
@@ -325,13 +367,11 @@ class Template:
                 "once that message follows: cut the conversation behind an earlier turn of the "
                 "assistant, or use a template with {% generation %}"
             )
-        ended = messages[: number + 1], whole if last else self.render(messages[: number + 1])
-        longer = [*messages, _NEXT] if last else messages
-        try:
-            text = self.render(longer) if last else whole
-        except ValueError:  # a template that lets no user follow
-            longer, text = ended
-        ends = self._ends_of_turn(before, number, ended, (longer, text))
+        ended = messages[: number + 1], whole if last else _required(behind)
+        longer = messages, whole
+        if last and isinstance(behind, Rendered):  # else the template lets no user follow
+            longer = [*messages, _NEXT], behind
+        ends = self._ends_of_turn(before, number, ended, longer)
         end = max(begin, ends[0 if last else 1])
         if closing := _closing(whole, begin, end):
             return begin, closing[-1][1]
@@ -395,6 +435,12 @@ class Template:
             closing = _closing(found, *found.learned[-1])
             return found.text[slice(*closing[0])] if closing else ""
         return ""
+
+
+def _required(found: Rendered | ValueError) -> Rendered:
+    if isinstance(found, ValueError):
+        raise found
+    return found
 
 
 def _num_shared(one: Rendered, two: Rendered, begins: tuple[int, int] = (0, 0)) -> int:

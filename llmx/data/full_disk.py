@@ -12,7 +12,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def names_path(write: Callable[..., Any]) -> Callable[..., Any]:
     """Decorates a function that writes to the path of its first argument: errors of a full disk
-    name that path, and what to do."""
+    name that path."""
 
     @functools.wraps(write)
     def named(path: Any, *args: Any, **options: Any) -> Any:
@@ -21,8 +21,7 @@ def names_path(write: Callable[..., Any]) -> Callable[..., Any]:
         except OSError as error:
             if error.errno not in FULL or error.filename is not None:
                 raise
-            text = f"{error.strerror}: free space on its disk, and run the same command again"
-            raise OSError(error.errno, text, str(path)) from error
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
     return named
 

@@ -97,10 +97,10 @@ def problem(what: str, error: BaseException, remedy: str) -> str:
 
     Raises ValueError where the error is transient, since nothing is wrong with the config then.
     """
-    cause = getattr(error, "strerror", None) or error
+    text = _sentence(what, error, remedy)
     if is_transient(error):
-        raise ValueError(f"{what} ({cause}): run again") from error
-    return f"{what} ({cause}): {remedy}"
+        raise ValueError(text) from error
+    return text
 
 
 def stated(what: str, error: Exception) -> str:
@@ -112,5 +112,9 @@ def stated(what: str, error: Exception) -> str:
 
 def refusal(what: str, error: BaseException, remedy: str) -> ValueError:
     """The error to raise from `error`: for a transient one the remedy is to run again."""
+    return ValueError(_sentence(what, error, remedy))
+
+
+def _sentence(what: str, error: BaseException, remedy: str) -> str:
     cause = getattr(error, "strerror", None) or error
-    return ValueError(f"{what} ({cause}): {'run again' if is_transient(error) else remedy}")
+    return f"{what} ({cause}): {'run again' if is_transient(error) else remedy}"

@@ -64,9 +64,7 @@ def main(argv: list[str] | None = None) -> int:
             shown = (
                 json.dumps({**result, "step": step}) if args.json else f"step {step}: {sentence}"
             )
-            print(printable.printable(shown), flush=True)
-    except BrokenPipeError:
-        sys.stdout = None  # the reader has seen enough
+            exits.show(shown)
     except OSError as error:
         printable.error(f"the result cannot be written: {error}")
         return 2

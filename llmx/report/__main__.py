@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 from llmx.data import full_disk, transient
 from llmx.report import page, runs
-from llmx.runtime import auxiliary, output_paths
+from llmx.runtime import output_paths
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write = full_disk.names_path(pathlib.Path.write_text)
         write(pathlib.Path(args.output), page.render(found), encoding="utf-8")
     except (ValueError, OSError) as error:
-        text = auxiliary.cause(error) if isinstance(error, OSError) else error
-        printable.error(text)
+        printable.error(error)
         return transient.exit_code(error)
     for note in (note for run in found for note in run.notes):
         printable.to_stderr(f"warning: {note}")

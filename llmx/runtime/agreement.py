@@ -83,16 +83,14 @@ class Peers:
       index, count: of this process.
       heartbeat: returns what this process is doing, for `heartbeats`.
       silence: seconds after which a process without heartbeats counts as gone.
-      log: prints a line in any process.
     """
 
     def __init__(
         self, store: Store | None = None, index: int = 0, count: int = 1, *,
         heartbeat: Callable[[], Heartbeat] = dict, silence: float = 30.0,
-        log: Callable[[str], None] = printable.to_stderr,
     ):  # fmt: skip
         self.index, self.count = index, count
-        self._store, self._heartbeat, self._silence, self._log = store, heartbeat, silence, log
+        self._store, self._heartbeat, self._silence = store, heartbeat, silence
         self._over, self._lock = threading.Event(), threading.Lock()
         self._calls: dict[str, int] = {}
         # The exit code and the cause, once this process has refused.
@@ -220,10 +218,8 @@ class Peers:
             _within(CAUSE_SECONDS, lambda: self._find_causes(found))
         code, text = found[0] if found else (code, text)
         _within(FAREWELL_SECONDS, self._finish)
-        # The last line. Its reader may be gone, or its disk full: the process ends all the same.
-        if text:
-            with contextlib.suppress(OSError, ValueError):
-                self._log(text)
+        if text:  # the last line
+            printable.try_to_stderr(text)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()

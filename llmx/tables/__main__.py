@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
-        print({"export": export, "merge": merge, "verify": verify}[args.command](args))
+        exits.show({"export": export, "merge": merge, "verify": verify}[args.command](args))
         return exits.DONE
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError) as error:

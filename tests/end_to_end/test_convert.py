@@ -235,6 +235,28 @@ def test_a_killed_export_or_import_is_made_again(tmp_path, capsys):
         (folder / output_paths.UNFINISHED).touch()
         assert convert.main(command) == 2
         assert "is not empty" in capsys.readouterr().err
+        assert not (folder / output_paths.UNFINISHED).exists()
+
+
+def test_a_complete_export_to_a_store_loses_its_mark_and_one_that_is_written_stays(
+    tmp_path, capsys
+):
+    write_run(tmp_path)
+    command, mark = ["--workdir", f"{tmp_path}", "--to-hf", "memory://bucket/hf"], "/bucket/hf/"
+    mark += output_paths.UNFINISHED
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    record = ownership.own_record(60.0)
+    record |= {"pid": other.pid, "process_start": ownership.process_start(other.pid)}
+    with memory_store.emptied() as files:
+        files.pipe_file(mark, json.dumps(record).encode())
+        assert convert.main(command) == 2
+        assert f"being written by process {other.pid}: wait" in capsys.readouterr().err
+        assert files.exists(mark)
+        other.communicate()
+        assert convert.main(command) == 0 and not files.exists(mark)
+        files.pipe_file(mark, json.dumps(record).encode())
+        assert convert.main(command) == 2 and not files.exists(mark)
+        assert "is not empty" in capsys.readouterr().err
 
 
 def test_bad_commands_are_refused(tmp_path, capsys):

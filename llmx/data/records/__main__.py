@@ -13,7 +13,7 @@ from llmx.data import build as token_build
 from llmx.data import transient
 from llmx.data.records import build, schema, shards, sources
 from llmx.data.records import config as config_lib
-from llmx.runtime import bounds, printable
+from llmx.runtime import bounds, exits, printable
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -90,7 +90,7 @@ def write(arguments: argparse.Namespace, config: config_lib.RecordsConfig) -> No
 
 def _show(opened: shards.RecordShards) -> None:
     share = opened.num_clicks / opened.num_records
-    print(
+    exits.show(
         f"{opened.folder}: {opened.num_records:,} records, {share:.1%} clicks, "
         f"{len(opened.schema.dense)} numbers, {len(opened.schema.features)} features, "
         f"{len(opened.records)} shards"
