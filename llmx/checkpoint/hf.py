@@ -18,7 +18,7 @@ import numpy as np
 from llmx.checkpoint import hf_files, hf_formats, hf_packed, hf_reader, streamed, writer
 from llmx.checkpoint.hf_formats import Tensor
 from llmx.checkpoint.hf_reader import CONFIG, INDEX, WEIGHTS, listed
-from llmx.data import shards, tokenizer_files
+from llmx.data import full_disk, tokenizer_files
 from llmx.model import packed
 from llmx.model.families import ModelConfig
 from llmx.sharding import trees
@@ -88,7 +88,7 @@ def export(
             hf_files.write(directory, pathlib.Path(tokenizer_file), files, model, end_token)
         _write_tensors(directory, tensors, shard_bytes)
         text = json.dumps(config, indent=2) + "\n"
-        shards.write_atomically(directory / CONFIG, text.encode())
+        full_disk.write_atomically(directory / CONFIG, text.encode())
     return directory
 
 

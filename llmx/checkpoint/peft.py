@@ -13,7 +13,7 @@ import numpy as np
 
 from llmx.checkpoint import hf_formats, writer
 from llmx.checkpoint.hf_tables import FORMATS, Tensor
-from llmx.data import shards
+from llmx.data import full_disk
 from llmx.model.adapters import DOWN, UP, AdaptersConfig, contracted
 from llmx.model.families import ModelConfig
 from llmx.sharding import trees
@@ -51,7 +51,7 @@ def export(
     with writer.filling(directory, last=CONFIG):
         save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
         text = json.dumps(_config(arrays, config, model, base), indent=2) + "\n"
-        shards.write_atomically(directory / CONFIG, text.encode())
+        full_disk.write_atomically(directory / CONFIG, text.encode())
     return directory
 
 

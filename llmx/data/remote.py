@@ -12,11 +12,11 @@ import hashlib
 import importlib.util
 import io
 import json
+import logging
 import os
 import pathlib
 import re
 import shutil
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, BinaryIO
@@ -370,10 +370,9 @@ def _copy(url: str, state: Status, partial: pathlib.Path) -> None:
             if digest == state.md5 or _is_encrypted(files, url):
                 return
             if digest == before:
-                print(
-                    f"note: the ETag of {url} is not the MD5 of its content: it was read twice, "
-                    f"with the same result (MD5 {digest}), and is used",
-                    file=sys.stderr, flush=True,
+                logging.getLogger(__name__).warning(
+                    "note: the ETag of %r is not the MD5 of its content: it was read twice, with "
+                    "the same result (MD5 %s), and is used", url, digest,
                 )  # fmt: skip
                 return
             before = digest

@@ -135,8 +135,10 @@ def test_what_learned_to_end_its_turns_ends_there(format, generation, tmp_path, 
     assert generate.main(text) == 0
     assert f"{5 if format == 'text' else 0} tokens added" in "".join(capsys.readouterr())
     assert convert.main([*flags, "--to-gguf", str(tmp_path / "out.gguf")]) == 0
-    field = gguf.GGUFReader(tmp_path / "out.gguf").get_field("tokenizer.ggml.eot_token_id")
-    assert (field and field.contents()) == (None if format == "text" else turn)
+    reader = gguf.GGUFReader(tmp_path / "out.gguf")
+    fields = [reader.get_field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = {field.contents() for field in fields if field}
+    assert last in ends and (turn in ends) == (format != "text")
 
 
 def test_bytes_are_a_tokenizer_elsewhere(tmp_path):
