@@ -221,9 +221,10 @@ class Template:
 
     def _require_said(self, messages: Messages, whole: Rendered) -> None:
         """Raises ValueError where the template leaves out what messages say."""
-        for key in {key for message in messages for key in turns.SAID if message.get(key)}:
-            if key in self._words:
-                continue
+        # Thoughts of earlier turns are left out on purpose, tools never; and a word may be the
+        # name of what the template takes beside messages.
+        known = self._words - self.variables - {"tools", "functions"}
+        for key in {key for message in messages for key in turns.SAID if message.get(key)} - known:
             less = [{name: x for name, x in one.items() if name != key} for one in messages]
             if self.render(less).text == whole.text:
                 raise ValueError(
