@@ -14,7 +14,7 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -374,16 +374,16 @@ class Template:
         return begins[0] + shared, begins[1] + shared
 
     def _content_end(self, number: int, messages: Messages, whole: Rendered) -> int:
-        """Where the content of a message ends in the text of its conversation."""
-        copy = [*messages]
-        copy[number] = {**messages[number], "content": _tagged(messages[number].get("content"))}
-        found = self.render(copy)
-        if found.content_end is None or found.text != whole.text:
-            raise ValueError(
-                f"the end of message {number + 1} cannot be found in what the chat template "
-                "renders: use a template with {% generation %}"
-            )
-        return found.content_end
+        """Where the content of a message ends in the text of its conversation, or, where that is
+        empty, the name of the last tool it calls."""
+        for tagged in _tagged_messages(messages[number]):
+            found = self.render([*messages[:number], tagged, *messages[number + 1 :]])
+            if found.content_end is not None and found.text == whole.text:
+                return found.content_end
+        raise ValueError(
+            f"the end of message {number + 1} cannot be found in what the chat template renders: "
+            "use a template with {% generation %}"
+        )
 
     def end_of_turn(self) -> str:
         """The special token with which the model learns to end a turn; "" if there is none."""
@@ -426,6 +426,31 @@ def _closing(rendered: Rendered, begin: int, end: int) -> list[tuple[int, int]]:
                 break
             found, end = [(first, behind), *found], first
     return found
+
+
+def _tagged_messages(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A message with a mark where something ends that templates write as it is.
+
+    A template may ask whether there is content: the mark is put into an empty one last.
+    """
+    content = message.get("content")
+    if content:
+        yield {**message, "content": _tagged(content)}
+    calls = message.get("tool_calls")
+    if isinstance(calls, list) and calls and isinstance(calls[-1], dict):
+        *before, call = calls
+        yield {**message, "tool_calls": [*before, _named_call(call)]}
+    if isinstance(call := message.get("function_call"), dict):
+        yield {**message, "function_call": _named_call(call)}
+    if content == "":
+        yield {**message, "content": _tagged(content)}
+
+
+def _named_call(call: dict[str, Any]) -> dict[str, Any]:
+    """The call of a tool with a mark behind the tool's name."""
+    if isinstance(inner := call.get("function"), dict):
+        return {**call, "function": _named_call(inner)}
+    return {**call, "name": _tagged(call.get("name"))}
 
 
 def _tagged(content: Any) -> Any:

@@ -191,6 +191,31 @@ def test_nothing_behind_a_turn_is_learned(name, asked, coders):
     assert chat.template_of(ours).end_of_turn() == end
 
 
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}"
+    "<t></t>{% endif %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "{% if (loop.first and m.content) or not loop.first %} {% endif %}"
+    "call {{ (c.function or c) | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("content", ["", None, "hm"])
+@pytest.mark.parametrize("names", [("f",), ("f", "g")])
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_turn_that_calls_tools_and_says_nothing(content, names, nested, coders):
+    """The template asks whether there is content, and writes the last turn otherwise."""
+    ours = tokenizers.load(coders["chatml"]).with_template(CALLS)
+    calls = [{"function": {"name": name}} if nested else {"name": name} for name in names]
+    messages = chat.checked([
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": content, "tool_calls": calls},
+        {"role": "tool", "content": "r"}, {"role": "assistant", "content": "a"},
+    ])  # fmt: skip
+    said = [*filter(None, [content]), *(f'call {{"name": "{name}"}}' for name in names)]
+    assert learned(ours, messages) == [" ".join(said) + "<|im_end|>", "<t></t>a<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [
