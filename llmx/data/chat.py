@@ -14,7 +14,7 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -326,14 +326,23 @@ class Template:
                 "once that message follows: cut the conversation behind an earlier turn of the "
                 "assistant, or use a template with {% generation %}"
             )
+        begin += self._size_of_header(messages, number, before, whole)
+        before = dataclasses.replace(before, text=whole.text[:begin])
         ended = messages[: number + 1], whole if last else self.render(messages[: number + 1])
-        longer = [*messages, _NEXT] if last else messages
+        # What follows may begin as the template closes a conversation, if it is an answer too.
+        asked = last or messages[number + 1]["role"] == ASSISTANT
+        longer = [*messages[: number + 1], _NEXT] if asked else messages
         try:
-            text = self.render(longer) if last else whole
+            text = self.render(longer) if asked else whole
         except ValueError:  # a template that lets no user follow
-            longer, text = ended
+            longer, text = ended if last else (messages, whole)
         ends = self._ends_of_turn(before, number, ended, (longer, text))
-        end = max(begin, ends[0 if last else 1])
+        end = (
+            ends[0]
+            if last
+            else self._end_in_other(number, ends[1], (longer, text), messages, whole)
+        )
+        end = max(begin, end)
         if closing := _closing(whole, begin, end):
             return begin, closing[-1][1]
         # The token that closes the conversation is the last turn's, if it is none that begins an
@@ -354,7 +363,7 @@ class Template:
         texts = ended[1], longer[1]
         shared = _num_shared(*texts)
         if shared == min(len(rendered.text) for rendered in texts):
-            return shared, shared
+            return shared, self._end_with_prompt(before, ended[0], texts, shared)
         # Something closes the conversation, or what the turn holds is changed later.
         begins = self._content_end(number, *ended), self._content_end(number, *longer)
         shared = _num_shared(*texts, begins)
@@ -373,10 +382,59 @@ class Template:
             shared = cut - begins[0]
         return begins[0] + shared, begins[1] + shared
 
+    def _end_with_prompt(
+        self, before: Rendered, messages: Messages, texts: tuple[Rendered, Rendered], end: int
+    ) -> int:  # fmt: skip
+        """Where a turn ends in the second of `texts`, where the conversation goes on.
+
+        end: where it does in the first, where the conversation ends. A template may close a turn
+        only where something follows, a generation prompt too.
+        """
+        if _closing(texts[0], len(before.text), end):
+            return end
+        try:
+            prompted = self.render(messages, generation_prompt=True)
+        except ValueError:  # a template that lets no answer follow
+            return end
+        size = len(prompted.text)
+        closed = any(first >= end for first, _ in prompted.special)
+        header = before.text.endswith(prompted.text[end:])
+        return size if closed and not header and _num_shared(prompted, texts[1]) == size else end
+
+    def _end_in_other(
+        self, number: int, end: int, one: tuple[Messages, Rendered], messages: Messages,
+        whole: Rendered,
+    ) -> int:  # fmt: skip
+        """Where a turn that ends at `end` in the text of one conversation ends in another's."""
+        if one[0] is messages or _num_shared(one[1], whole) >= end:
+            return end
+        begins = self._content_end(number, *one), self._content_end(number, messages, whole)
+        return begins[1] + min(end - begins[0], _num_shared(one[1], whole, begins))
+
+    def _size_of_header(
+        self, messages: Messages, number: int, before: Rendered, whole: Rendered
+    ) -> int:  # fmt: skip
+        """Of how many characters the header of a turn is that the text before it lacks.
+
+        A template may write no generation prompt where the assistant spoke last.
+        """
+        if not number or messages[number - 1]["role"] != ASSISTANT:
+            return 0
+        asked = [*messages[:number], _NEXT]
+        try:
+            plain, prompted = (self.render(asked, generation_prompt=one) for one in (False, True))
+        except ValueError:  # a template that lets no user follow
+            return 0
+        for size in range(len(prompted.text) - _num_shared(plain, prompted), 0, -1):
+            header = prompted.text[-size:]
+            if whole.text.startswith(header, len(before.text)):
+                return 0 if before.text.endswith(header) else size
+        return 0
+
     def _content_end(self, number: int, messages: Messages, whole: Rendered) -> int:
         """Where the content of a message ends in the text of its conversation, or, where that is
         empty, the name of the last tool it calls."""
-        for tagged in _tagged_messages(messages[number]):
+        for tagged in turns.tagged(messages[number], _CONTENT_END):
             found = self.render([*messages[:number], tagged, *messages[number + 1 :]])
             if found.content_end is not None and found.text == whole.text:
                 return found.content_end
@@ -388,13 +446,16 @@ class Template:
     def end_of_turn(self) -> str:
         """The special token with which the model learns to end a turn; "" if there is none."""
         talk = [{"role": "user", "content": "1"}, {"role": ASSISTANT, "content": "2"}]
-        for messages in (talk, [{"role": "system", "content": "0"}, *talk]):
+        system = [{"role": "system", "content": "0"}]
+        # Some templates close a turn only where the conversation goes on.
+        for messages in (talk, [*system, *talk], [*talk, *talk], [*system, *talk, *talk]):
             try:
                 found = self.render_to_learn(Conversation(messages))
             except ValueError:  # the template takes other conversations only
                 continue
-            closing = _closing(found, *found.learned[-1])
-            return found.text[slice(*closing[0])] if closing else ""
+            for learned in reversed(found.learned):
+                if closing := _closing(found, *learned):
+                    return found.text[slice(*closing[0])]
         return ""
 
 
@@ -426,41 +487,6 @@ def _closing(rendered: Rendered, begin: int, end: int) -> list[tuple[int, int]]:
                 break
             found, end = [(first, behind), *found], first
     return found
-
-
-def _tagged_messages(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A message with a mark where something ends that templates write as it is.
-
-    A template may ask whether there is content: the mark is put into an empty one last.
-    """
-    content = message.get("content")
-    if content:
-        yield {**message, "content": _tagged(content)}
-    calls = message.get("tool_calls")
-    if isinstance(calls, list) and calls and isinstance(calls[-1], dict):
-        *before, call = calls
-        yield {**message, "tool_calls": [*before, _named_call(call)]}
-    if isinstance(call := message.get("function_call"), dict):
-        yield {**message, "function_call": _named_call(call)}
-    if content == "":
-        yield {**message, "content": _tagged(content)}
-
-
-def _named_call(call: dict[str, Any]) -> dict[str, Any]:
-    """The call of a tool with a mark behind the tool's name."""
-    if isinstance(inner := call.get("function"), dict):
-        return {**call, "function": _named_call(inner)}
-    return {**call, "name": _tagged(call.get("name"))}
-
-
-def _tagged(content: Any) -> Any:
-    """The content of a message with a mark where its text ends, blanks apart."""
-    if isinstance(content, str):
-        kept = content.rstrip()
-        return kept + _CONTENT_END + content[len(kept) :]
-    if isinstance(content, list) and content and isinstance(content[-1], dict):
-        return [*content[:-1], {**content[-1], "text": _tagged(content[-1].get("text"))}]
-    return content
 
 
 def _marked_token(found: re.Match) -> str:

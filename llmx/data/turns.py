@@ -6,7 +6,7 @@ template takes beside the messages. What is known here is read, or refused by it
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 SYSTEM = ("system", "developer")
@@ -211,3 +211,38 @@ def _parsed(value: Any, key: str, kind: type) -> Any:
         wanted = "a list" if kind is list else "an object"
         raise ValueError(f"{key} is a {type(value).__name__}: write {wanted}")
     return value
+
+
+def tagged(message: dict[str, Any], mark: str) -> Iterator[dict[str, Any]]:
+    """A message with a mark where something ends that templates write as it is.
+
+    A template may ask whether there is content: the mark is put into an empty one last.
+    """
+    content = message.get("content")
+    if content:
+        yield {**message, "content": _tagged(content, mark)}
+    calls = message.get("tool_calls")
+    if isinstance(calls, list) and calls and isinstance(calls[-1], dict):
+        *before, call = calls
+        yield {**message, "tool_calls": [*before, _named_call(call, mark)]}
+    if isinstance(call := message.get("function_call"), dict):
+        yield {**message, "function_call": _named_call(call, mark)}
+    if content == "":
+        yield {**message, "content": _tagged(content, mark)}
+
+
+def _named_call(call: dict[str, Any], mark: str) -> dict[str, Any]:
+    """The call of a tool with a mark behind the tool's name."""
+    if isinstance(inner := call.get("function"), dict):
+        return {**call, "function": _named_call(inner, mark)}
+    return {**call, "name": _tagged(call.get("name"), mark)}
+
+
+def _tagged(content: Any, mark: str) -> Any:
+    """The content of a message with a mark where its text ends, blanks apart."""
+    if isinstance(content, str):
+        kept = content.rstrip()
+        return kept + mark + content[len(kept) :]
+    if isinstance(content, list) and content and isinstance(content[-1], dict):
+        return [*content[:-1], {**content[-1], "text": _tagged(content[-1].get("text"), mark)}]
+    return content
