@@ -221,9 +221,9 @@ class Template:
 
     def _require_said(self, messages: Messages, whole: Rendered) -> None:
         """Raises ValueError where the template leaves out what messages say."""
-        # Thoughts of earlier turns are left out on purpose, tools never; and a word may be the
-        # name of what the template takes beside messages.
-        known = self._words - self.variables - {"tools", "functions"}
+        # Thoughts of earlier turns are left out on purpose, tools never; and most templates that
+        # know the word take tools beside messages alone.
+        known = self._words - {"tools", "functions"}
         for key in {key for message in messages for key in turns.SAID if message.get(key)} - known:
             less = [{name: x for name, x in one.items() if name != key} for one in messages]
             if self.render(less).text == whole.text:

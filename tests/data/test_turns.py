@@ -167,6 +167,17 @@ def test_a_template_that_would_leave_something_out(more):
         rendered({"messages": talk("u:q a:good")} | more, MARKED)
 
 
+def test_thoughts_that_a_template_drops_on_purpose():
+    """Those of earlier turns; the word is that of a variable of the template, too."""
+    template = TEMPLATE.replace("(m.content or '')", "(thought or '') + m.content").replace(
+        "{{ m.role[0]",
+        "{% if loop.last and m.thought %}{% set thought = m.thought %}{% endif %}{{ m.role[0]",
+    )
+    messages = talk("u:b a:c u:q a:good")
+    messages[1]["thought"] = "why"
+    assert rendered({"messages": messages}, template) == "ub#a<c#>uq#a<good#>"
+
+
 def test_turns_that_are_not_learned_beside_generation():
     record = {"messages": talk("u:1 a:2 u:3 a:4 u:5 a:6")}
     assert rendered(record, MARKED) == "u1#a<2#>u3#a<4#>u5#a<6#>"
