@@ -8,6 +8,7 @@ Learned is what the template puts into `{% generation %}`, or else what it write
 the text that the turns before render to with a generation prompt, whatever turns follow.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from llmx.data import json_files, template_process, tokenizer_files, tokenizers, turns
+from llmx.data.rendered import Rendered, closing_tokens, num_shared
 
 ROLES = (
     "system", "developer", "user", "assistant", "tool", "function", "ipython", "environment",
@@ -35,18 +37,6 @@ _NEXT = {"role": "user", "content": "1"}  # of a conversation that goes on
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 Messages = list[dict[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Rendered:
-    """A conversation as text, and the character ranges of special tokens and of what is learned."""
-
-    text: str
-    special: tuple[tuple[int, int], ...]
-    learned: tuple[tuple[int, int], ...] = ()
-    # Where the content of one message ended, if that was asked for and it is there once.
-    content_end: int | None = None
-    marked: bool = False  # whether the template itself says what is learned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,9 +230,10 @@ class Template:
 
     def _require_said(self, messages: Messages, whole: Rendered) -> None:
         """Raises ValueError where the template leaves out what messages say."""
-        for key in {key for message in messages for key in turns.SAID if message.get(key)}:
-            if key in self._words:
-                continue
+        # Thoughts of earlier turns are left out on purpose, tools never; and most templates that
+        # know the word take tools beside messages alone.
+        known = self._words - {"tools", "functions"}
+        for key in {key for message in messages for key in turns.SAID if message.get(key)} - known:
             less = [{name: x for name, x in one.items() if name != key} for one in messages]
             if self.render(less).text == whole.text:
                 raise ValueError(
@@ -336,21 +327,19 @@ class Template:
         """The ranges of assistants' turns in the text of the conversation."""
         going_on, last = [*messages, _NEXT], len(messages) - 1
         together = max(1, _TOGETHER // len(whole.text or "1"))
-        for at in range(0, len(numbers), together):
-            some = numbers[at : at + together]
+        for first in range(0, len(numbers), together):
+            some = numbers[first : first + together]
             asked = [(number, True) for number in some]
             asked += [(number + (2 if number == last else 1), False) for number in some]
-            found = self._renderings(going_on, asked)
-            yield from (
-                self._turn(messages, number, whole, _required(before), behind)
-                for number, before, behind in zip(
-                    some, found[: len(some)], found[len(some) :], strict=True
-                )
-            )
+            asked += [(number + 1, True) for number in some]
+            found, size = self._renderings(going_on, asked), len(some)
+            for at, number in enumerate(some):
+                before, behind, prompted = found[at::size]
+                yield self._turn(messages, number, whole, _required(before), behind, prompted)
 
     def _turn(
         self, messages: Messages, number: int, whole: Rendered, before: Rendered,
-        behind: Rendered | ValueError,
+        behind: Rendered | ValueError, prompted: Rendered | ValueError,
     ) -> tuple[int, int]:  # fmt: skip
         """The range of an assistant's turn in the text of the conversation.
 
@@ -358,23 +347,33 @@ class Template:
         conversation ends there or goes on.
 
         before: what the turn is an answer to. behind: the conversation that the turn ends, for the
-        last turn the one in which a user follows.
+        last turn the one in which a user follows. prompted: the same, with a generation prompt for
+        the next answer; each a ValueError where the template refuses it.
         """
         begin, last = len(before.text), number + 1 == len(messages)
-        if _num_shared(whole, before) < begin:
+        if num_shared(whole, before) < begin:
             raise ValueError(
                 f"the chat template renders what is before message {number + 1} in another way "
                 "once that message follows: cut the conversation behind an earlier turn of the "
                 "assistant, or use a template with {% generation %}"
             )
+        begin += self._size_of_header(messages, number, before, whole)
+        before = dataclasses.replace(before, text=whole.text[:begin])
         ended = messages[: number + 1], whole if last else _required(behind)
         longer = messages, whole
         if last and isinstance(behind, Rendered):  # else the template lets no user follow
             longer = [*messages, _NEXT], behind
-        ends = self._ends_of_turn(before, number, ended, longer)
-        end = max(begin, ends[0 if last else 1])
-        if closing := _closing(whole, begin, end):
-            return begin, closing[-1][1]
+        elif not last and messages[number + 1]["role"] == ASSISTANT:
+            # What follows may begin as the template closes a conversation: a user's turn does not.
+            with contextlib.suppress(ValueError):
+                asked = [*messages[: number + 1], _NEXT]
+                longer = asked, self.render(asked)
+        end, other = self._ends_of_turn(before, number, ended, longer, prompted)
+        if not last:
+            end = self._end_in_other(number, other, longer, messages, whole)
+        end = max(begin, end)
+        if ends := closing_tokens(whole, begin, end):
+            return begin, ends[-1][1]
         # The token that closes the conversation is the last turn's, if it is none that begins an
         # answer, which a template may write unasked.
         behind = next((token for token in whole.special if token[0] >= end), None)
@@ -384,19 +383,19 @@ class Template:
 
     def _ends_of_turn(
         self, before: Rendered, number: int, ended: tuple[Messages, Rendered],
-        longer: tuple[Messages, Rendered],
+        longer: tuple[Messages, Rendered], prompted: Rendered | ValueError,
     ) -> tuple[int, int]:  # fmt: skip
         """Where a turn ends in the text of a conversation that it ends, and of one that goes on.
 
         before: what the turn is an answer to.
         """
         texts = ended[1], longer[1]
-        shared = _num_shared(*texts)
+        shared = num_shared(*texts)
         if shared == min(len(rendered.text) for rendered in texts):
-            return shared, shared
+            return shared, _end_with_prompt(before, prompted, texts, shared)
         # Something closes the conversation, or what the turn holds is changed later.
         begins = self._content_end(number, *ended), self._content_end(number, *longer)
-        shared = _num_shared(*texts, begins)
+        shared = num_shared(*texts, begins)
         ends = [begin + shared for begin in begins]
         if not any(
             end in (len(rendered.text), *(first for first, _ in rendered.special))
@@ -412,28 +411,61 @@ class Template:
             shared = cut - begins[0]
         return begins[0] + shared, begins[1] + shared
 
+    def _end_in_other(
+        self, number: int, end: int, one: tuple[Messages, Rendered], messages: Messages,
+        whole: Rendered,
+    ) -> int:  # fmt: skip
+        """Where a turn that ends at `end` in the text of one conversation ends in another's."""
+        if one[0] is messages or num_shared(one[1], whole) >= end:
+            return end
+        begins = self._content_end(number, *one), self._content_end(number, messages, whole)
+        return begins[1] + min(end - begins[0], num_shared(one[1], whole, begins))
+
+    def _size_of_header(
+        self, messages: Messages, number: int, before: Rendered, whole: Rendered
+    ) -> int:  # fmt: skip
+        """Of how many characters the header of a turn is that the text before it lacks.
+
+        A template may write no generation prompt where the assistant spoke last.
+        """
+        if not number or messages[number - 1]["role"] != ASSISTANT:
+            return 0
+        asked = [*messages[:number], _NEXT]
+        try:
+            plain, prompted = (self.render(asked, generation_prompt=one) for one in (False, True))
+        except ValueError:  # a template that lets no user follow
+            return 0
+        for size in range(len(prompted.text) - num_shared(plain, prompted), 0, -1):
+            header = prompted.text[-size:]
+            if whole.text.startswith(header, len(before.text)):
+                return 0 if before.text.endswith(header) else size
+        return 0
+
     def _content_end(self, number: int, messages: Messages, whole: Rendered) -> int:
-        """Where the content of a message ends in the text of its conversation."""
-        copy = [*messages]
-        copy[number] = {**messages[number], "content": _tagged(messages[number].get("content"))}
-        found = self.render(copy)
-        if found.content_end is None or found.text != whole.text:
-            raise ValueError(
-                f"the end of message {number + 1} cannot be found in what the chat template "
-                "renders: use a template with {% generation %}"
-            )
-        return found.content_end
+        """Where the content of a message ends in the text of its conversation, or, where that is
+        empty, the name of the last tool it calls."""
+        for tagged in turns.tagged(messages[number], _CONTENT_END):
+            found = self.render([*messages[:number], tagged, *messages[number + 1 :]])
+            if found.content_end is not None and found.text == whole.text:
+                return found.content_end
+        raise ValueError(
+            f"the end of message {number + 1} cannot be found in what the chat template renders: "
+            "use a template with {% generation %}"
+        )
 
     def end_of_turn(self) -> str:
         """The special token with which the model learns to end a turn; "" if there is none."""
         talk = [{"role": "user", "content": "1"}, {"role": ASSISTANT, "content": "2"}]
-        for messages in (talk, [{"role": "system", "content": "0"}, *talk]):
+        system = [{"role": "system", "content": "0"}]
+        # Some templates close a turn only where the conversation goes on.
+        for messages in (talk, [*system, *talk], [*talk, *talk], [*system, *talk, *talk]):
             try:
                 found = self.render_to_learn(Conversation(messages))
             except ValueError:  # the template takes other conversations only
                 continue
-            closing = _closing(found, *found.learned[-1])
-            return found.text[slice(*closing[0])] if closing else ""
+            for learned in reversed(found.learned):
+                if closing := closing_tokens(found, *learned):
+                    return found.text[slice(*closing[0])]
         return ""
 
 
@@ -443,44 +475,20 @@ def _required(found: Rendered | ValueError) -> Rendered:
     return found
 
 
-def _num_shared(one: Rendered, two: Rendered, begins: tuple[int, int] = (0, 0)) -> int:
-    """Of how many characters from `begins` on two texts are the same, special tokens as a whole."""
-    both = list(zip((one, two), begins, strict=True))
-    first, second = (rendered.text[begin:] for rendered, begin in both)
-    tokens = [
-        {(at - begin, end - begin) for at, end in rendered.special if at >= begin}
-        for rendered, begin in both
-    ]
-    low, high = 0, min(len(first), len(second))
-    while low < high:  # the first `low` are the same, and those behind `high` are not
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    cut = [at for at, end in tokens[0] if at < low < end]
-    return min([low, *cut, *(at for at, _ in tokens[0] ^ tokens[1] if at < low)])
+def _end_with_prompt(
+    before: Rendered, prompted: Rendered | ValueError, texts: tuple[Rendered, Rendered], end: int
+) -> int:  # fmt: skip
+    """Where a turn ends in the second of `texts`, where the conversation goes on.
 
-
-def _closing(rendered: Rendered, begin: int, end: int) -> list[tuple[int, int]]:
-    """The special tokens at the end of a range, with nothing but blanks between and behind them."""
-    found = []
-    for first, behind in reversed(rendered.special):
-        if first >= begin and behind <= end:
-            if rendered.text[behind:end].strip():
-                break
-            found, end = [(first, behind), *found], first
-    return found
-
-
-def _tagged(content: Any) -> Any:
-    """The content of a message with a mark where its text ends, blanks apart."""
-    if isinstance(content, str):
-        kept = content.rstrip()
-        return kept + _CONTENT_END + content[len(kept) :]
-    if isinstance(content, list) and content and isinstance(content[-1], dict):
-        return [*content[:-1], {**content[-1], "text": _tagged(content[-1].get("text"))}]
-    return content
+    end: where it does in the first, where the conversation ends. A template may close a turn only
+    where something follows, a generation prompt too.
+    """
+    if closing_tokens(texts[0], len(before.text), end) or isinstance(prompted, ValueError):
+        return end
+    size = len(prompted.text)
+    closed = any(first >= end for first, _ in prompted.special)
+    header = before.text.endswith(prompted.text[end:])
+    return size if closed and not header and num_shared(prompted, texts[1]) == size else end
 
 
 def _marked_token(found: re.Match) -> str:

@@ -243,6 +243,10 @@ class FileTokenizer(Tokenizer):
         tokenizer.add_special_tokens([before.get(end, end)])
         tokenizer.add_tokens(tokens)
         tokenizer.add_special_tokens([_added(tokenizer)[end]])
+        now = _added(tokenizer)
+        no_longer = [text for text in before if before[text].special and not now[text].special]
+        if no_longer:  # the library keeps what was special once apart from text, until it is read
+            self._tokenizer = tokenizer = tokenizer.from_str(tokenizer.to_str())
         tokenizer.encode_special_tokens = True
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
         if self.vocab_size > MAX_VOCAB_SIZE:
@@ -275,6 +279,7 @@ class FileTokenizer(Tokenizer):
         changed = [flags[text] for text in before if flags[text] != _flags(before[text])]
         rules = {
             "as_characters": ordinary & self.special.keys(), "sealed": leaks,
+            "in_text": no_longer,
             "flags": [found for found in changed if found[0] not in self.special],
         }  # fmt: skip
         self.rules = {key: sorted(value) for key, value in rules.items() if value}

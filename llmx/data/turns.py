@@ -6,7 +6,7 @@ template takes beside the messages. What is known here is read, or refused by it
 """
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 SYSTEM = ("system", "developer")
@@ -20,9 +20,16 @@ ARGUMENTS = (
     "reasoning", "reasoning_content", "reasoning_effort", "thinking_budget", "date_string",
 )  # fmt: skip
 # Keys of a message that say something, which a template may know or not.
-SAID = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+SAID = (
+    "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "thought",
+    "tools", "functions",
+)  # fmt: skip
 # Of a message: whether a turn of the assistant is learned.
-FLAGS = ("weight", "train", "trainable", "loss")
+FLAGS = (
+    "weight", "train", "trainable", "training", "loss", "loss_weight", "loss_mask", "learn",
+)  # fmt: skip
+# The same, where true may mean either, or only a part of the turn is meant.
+_UNCLEAR = ("train_detail", "mask", "masked", "ignore")
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _MEDIA_PARTS = (*_MEDIA, "image_url", "video_url", "audio_url", "input_audio", "file")
 # What a caller of a template sets, and no record.
@@ -122,11 +129,21 @@ def without_flags(messages: Messages) -> tuple[Messages, tuple[int, ...]]:
                     f"{where} has {key}={json.dumps(value)} and the role {message['role']!r}: only "
                     "turns of the assistant are learned: remove the key"
                 )
+        _refuse_unclear(where, message)
         _refuse_media(where, message)
         if not all(flags.values()):
             unlearned.append(number)
         kept.append({key: value for key, value in message.items() if key not in FLAGS})
     return kept, tuple(unlearned)
+
+
+def _refuse_unclear(where: str, record: Mapping[str, Any]) -> None:
+    for key in _UNCLEAR:
+        if record.get(key) is not None:
+            raise ValueError(
+                f"{where} has {key!r}, which is not read: remove it, and write weight 0 into each "
+                "message of the assistant that is not to be learned"
+            )
 
 
 def _refuse_media(where: str, record: Mapping[str, Any]) -> None:
@@ -144,10 +161,18 @@ def arguments(record: Mapping[str, Any], known: Collection[str]) -> dict[str, An
     known: names that the template takes. Raises ValueError for what is known and cannot be used.
     """
     _refuse_media("the record", record)
-    if record.get("weight") not in (None, 1):
+    _refuse_unclear("the record", record)
+    for key in FLAGS:
+        # Other numbers and words are weights in these two alone, and scores or names elsewhere.
+        weighs = key in ("weight", "loss_weight")
+        if record.get(key) == 0 or (weighs and record.get(key) not in (None, 1)):
+            raise ValueError(
+                f"{key}={json.dumps(record[key])[:80]} of a record is not read: remove it; of a "
+                "message it says whether the turn is learned"
+            )
+    if record.get("history") and "history" not in known:
         raise ValueError(
-            f"weight={json.dumps(record['weight'])[:80]} of a record is not read: remove it; of a "
-            "message it says whether the turn is learned"
+            "history holds earlier turns and is not read: write them as messages before the prompt"
         )
     if isinstance(record.get("label"), bool):
         raise ValueError(
@@ -186,3 +211,38 @@ def _parsed(value: Any, key: str, kind: type) -> Any:
         wanted = "a list" if kind is list else "an object"
         raise ValueError(f"{key} is a {type(value).__name__}: write {wanted}")
     return value
+
+
+def tagged(message: dict[str, Any], mark: str) -> Iterator[dict[str, Any]]:
+    """A message with a mark where something ends that templates write as it is.
+
+    A template may ask whether there is content: the mark is put into an empty one last.
+    """
+    content = message.get("content")
+    if content:
+        yield {**message, "content": _tagged(content, mark)}
+    calls = message.get("tool_calls")
+    if isinstance(calls, list) and calls and isinstance(calls[-1], dict):
+        *before, call = calls
+        yield {**message, "tool_calls": [*before, _named_call(call, mark)]}
+    if isinstance(call := message.get("function_call"), dict):
+        yield {**message, "function_call": _named_call(call, mark)}
+    if content == "":
+        yield {**message, "content": _tagged(content, mark)}
+
+
+def _named_call(call: dict[str, Any], mark: str) -> dict[str, Any]:
+    """The call of a tool with a mark behind the tool's name."""
+    if isinstance(inner := call.get("function"), dict):
+        return {**call, "function": _named_call(inner, mark)}
+    return {**call, "name": _tagged(call.get("name"), mark)}
+
+
+def _tagged(content: Any, mark: str) -> Any:
+    """The content of a message with a mark where its text ends, blanks apart."""
+    if isinstance(content, str):
+        kept = content.rstrip()
+        return kept + mark + content[len(kept) :]
+    if isinstance(content, list) and content and isinstance(content[-1], dict):
+        return [*content[:-1], {**content[-1], "text": _tagged(content[-1].get("text"), mark)}]
+    return content

@@ -191,6 +191,74 @@ def test_nothing_behind_a_turn_is_learned(name, asked, coders):
     assert chat.template_of(ours).end_of_turn() == end
 
 
+# A turn is closed, and an answer asked for, where something follows.
+OPEN_END = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% if add_generation_prompt or not loop.last %}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt and messages[-1].role != 'assistant' %}<|im_start|>assistant\n"
+    "{% endif %}"
+)
+LLAMA3 = chat_templates.LLAMA3.replace("{% if add_generation_prompt %}", "{% if true %}")
+# A template, what is learned of three answers, the second right behind the first.
+BEHIND = {
+    "closed where something follows": (OPEN_END, ["one<|im_end|>", "two<|im_end|>", "three"]),
+    "always a header": (LLAMA3, ["one<|eot_id|>", "two<|eot_id|>", "three<|eot_id|>"]),
+    "always a header, no end": (
+        ALWAYS.replace("TURN", "{{ m.content }}"), ["one", "two", "three"],
+    ),
+    "always a header, plain text": (
+        PLAIN[: PLAIN.index("{% if")] + "### assistant:{{ '\\n' }}",
+        ["one\n\n", "two\n\n", "three\n\n"],
+    ),
+    "ChatML": (
+        chat_templates.CHATML, ["one<|im_end|>", "two<|im_end|>", "three<|im_end|>"],
+    ),
+    "no end": (MARKERS.replace("TURN", "{{ m.content }}"), ["one", "two", "three"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_nothing_of_the_next_answer_is_learned(name, coders):
+    template, want = BEHIND[name]
+    ours = tokenizers.load(coders["llama3" if template is LLAMA3 else "chatml"]).with_template(
+        template
+    )
+    messages = talk("q", "one", "", "three")
+    messages[2] = {"role": "assistant", "content": "two"}
+    rendered = chat.template_of(ours).render_to_learn(chat.Conversation(messages))
+    assert [rendered.text[a:b] for a, b in rendered.learned] == want
+    # A user in between changes nothing.
+    asked = [*messages[:2], {"role": "user", "content": "and"}, *messages[2:]]
+    rendered = chat.template_of(ours).render_to_learn(chat.Conversation(asked))
+    assert [rendered.text[a:b] for a, b in rendered.learned] == want
+    assert chat.template_of(ours).end_of_turn() == want[0][3:].strip()
+
+
+CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}"
+    "<t></t>{% endif %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "{% if (loop.first and m.content) or not loop.first %} {% endif %}"
+    "call {{ (c.function or c) | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("content", ["", None, "hm"])
+@pytest.mark.parametrize("names", [("f",), ("f", "g")])
+@pytest.mark.parametrize("nested", [True, False])
+def test_a_turn_that_calls_tools_and_says_nothing(content, names, nested, coders):
+    """The template asks whether there is content, and writes the last turn otherwise."""
+    ours = tokenizers.load(coders["chatml"]).with_template(CALLS)
+    calls = [{"function": {"name": name}} if nested else {"name": name} for name in names]
+    messages = chat.checked([
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": content, "tool_calls": calls},
+        {"role": "tool", "content": "r"}, {"role": "assistant", "content": "a"},
+    ])  # fmt: skip
+    said = [*filter(None, [content]), *(f'call {{"name": "{name}"}}' for name in names)]
+    assert learned(ours, messages) == [" ".join(said) + "<|im_end|>", "<t></t>a<|im_end|>"]
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

@@ -141,6 +141,35 @@ def test_named_tokens_are_found_as_transformers_finds_them(name, tmp_path):
     assert ours.vocab_size == len(theirs)
 
 
+@pytest.mark.parametrize("special", [True, False])
+def test_a_list_of_tokens_says_which_are_special(special, tmp_path):
+    """Whatever tokenizer.json says; those that are not are found in documents."""
+    transformers = pytest.importorskip("transformers")
+    folder = small_tokenizers.write(tmp_path, "byte_level")
+    content = json.loads((folder / "tokenizer.json").read_text())
+    [token] = [one for one in content["added_tokens"] if one["content"] == EOT]
+    token |= {"special": special}
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    alone = tokenizers.load(folder)
+    listed = {str(token["id"]): {"content": EOT, "special": not special, "normalized": False}}
+    named["added_tokens_decoder"] = listed
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), tokenizers.load(folder)
+    assert (EOT in ours.special) is not special and (EOT in alone.special) is special
+    texts = ["a", f"a {EOT} b", f"{EOT}{EOT}x"]
+    want = theirs(texts, add_special_tokens=False)["input_ids"]
+    assert [ours._encode_read(text).tolist() for text in texts] == want
+    # In a document, it is characters where it is special.
+    assert (token["id"] in ours.encode(texts[1])) is special
+    assert (token["id"] in alone.encode(texts[1])) is not special
+    if special:
+        assert [ours.encode(text).tolist() for text in texts] == want
+        # The same vocabulary, and other ids of documents.
+        assert ours.fingerprint == alone.fingerprint and ours.rules != alone.rules
+
+
 def test_a_single_word_beside_a_letter_is_named(tmp_path):
     folder = small_tokenizers.write(tmp_path, "byte_level")
     text = (folder / "tokenizer.json").read_text()

@@ -104,6 +104,7 @@ def test_parts_of_text_say_the_same_as_the_text():
     (pair("q", talk("s:s u:q a:good"), talk("u:q a:bad")), "answer different prompts"),
     (pair("q", "good", "bad", messages=talk("u:other a:good")), "messages is neither"),
     (pair(talk("s:s u:q"), "good", "bad", system="t"), "system and the first message contradict"),
+    (pair("q", "good", "bad", history=[["b", "c"]]), "history holds earlier turns"),
     (pair("q", "good", "bad", images=["x.png"]), "has 'images', and text alone is read"),
     ({"chosen": "a", "rejected": talk("a:b")}, "are lists of messages: add a prompt"),
 ])  # fmt: skip
@@ -148,10 +149,33 @@ def test_a_conversation_is_what_its_record_says(record, wanted):
     assert rendered(record) == wanted
 
 
+@pytest.mark.parametrize("value", [0, False, 0.0])
+@pytest.mark.parametrize("key", [
+    "weight", "train", "trainable", "training", "loss", "loss_weight", "loss_mask", "learn",
+])  # fmt: skip
+def test_a_flag_says_that_a_turn_is_not_learned(key, value):
+    record = {"messages": talk("u:b a:c u:q a:good")}
+    record["messages"][1][key] = value
+    assert rendered(record) == "ub#ac#uq#a<good#>"
+    record["messages"][1][key] = 1
+    assert rendered(record) == "ub#a<c#>uq#a<good#>"
+
+
 @pytest.mark.parametrize("more", [{"tools": TOOL}, {"chat_template_kwargs": {"mode": "high"}}])
 def test_a_template_that_would_leave_something_out(more):
     with pytest.raises(ValueError, match=r"the record has '\w+', which the chat template does not"):
         rendered({"messages": talk("u:q a:good")} | more, MARKED)
+
+
+def test_thoughts_that_a_template_drops_on_purpose():
+    """Those of earlier turns; the word is that of a variable of the template, too."""
+    template = TEMPLATE.replace("(m.content or '')", "(thought or '') + m.content").replace(
+        "{{ m.role[0]",
+        "{% if loop.last and m.thought %}{% set thought = m.thought %}{% endif %}{{ m.role[0]",
+    )
+    messages = talk("u:b a:c u:q a:good")
+    messages[1]["thought"] = "why"
+    assert rendered({"messages": messages}, template) == "ub#a<c#>uq#a<good#>"
 
 
 def test_turns_that_are_not_learned_beside_generation():
@@ -194,6 +218,16 @@ def message(**more):
     (message() | {"tools": {"f": 1}}, "tools is a dict: write a list"),
     (message() | {"tools": ["f"]}, "tools holds what is no object"),
     (message() | {"weight": 0.5}, "weight=0.5 of a record is not read"),
+    (message() | {"train": False}, "train=false of a record is not read"),
+    (message(train_detail=[]), "message 2 has 'train_detail', which is not read"),
+    (message(mask=True), "message 2 has 'mask', which is not read"),
+    (message(masked=False), "message 2 has 'masked', which is not read"),
+    (message(ignore=True), "message 2 has 'ignore', which is not read"),
+    (message() | {"mask": "user"}, "the record has 'mask', which is not read"),
+    (message(loss_weight=0.5), "message 2 has loss_weight=0.5"),
+    (message(tools=TOOL), "has 'tools', which the chat template does not write"),
+    (message(thought="why"), "has 'thought', which the chat template does not write"),
+    ({"prompt": "q", "completion": "good", "history": [["b", "c"]]}, "history holds earlier turns"),
     ({"prompt": "q", "completion": "good", "label": False}, "label says whether the answer"),
 ])  # fmt: skip
 def test_what_cannot_be_used_is_refused_by_name(record, said):
