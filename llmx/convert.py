@@ -9,9 +9,11 @@ parameters, which `llmx.generate` and `llmx.evaluate` accept as any other. No ac
 """
 
 import argparse
+import contextlib
 import copy
 import functools
 import json
+import os
 import pathlib
 import sys
 import tempfile
@@ -36,8 +38,8 @@ from llmx.checkpoint import (
     streamed,
     writer,
 )
-from llmx.config import checks, describe, recipe
-from llmx.data import chat, remote, tokenizers
+from llmx.config import checks, recipe
+from llmx.data import chat, remote, tokenizers, transient
 from llmx.model import dense
 from llmx.runtime import exits, launch, output_paths, ownership, printable
 
@@ -182,21 +184,42 @@ def _to_store(flag: str, url: str, export: Callable[[str], int], *, last: str) -
     """Exports into a local folder and uploads it, the file `last` last; returns the step."""
     if found := remote.problems(flag, url):
         raise ValueError(found[0])
-    kind = remote.kind_of(url)
-    left = remote.find(url) if kind == "folder" else {}  # by an export that was killed
-    if kind == "file" or not output_paths.may_be_filled(left, last):
-        raise ValueError(f"{url} exists and is not empty: export into a new directory")
-    mark = f"{url.rstrip('/')}/{output_paths.UNFINISHED}"
+    _left_in_store(url, last)
+    place = url.rstrip("/")
+    mark = f"{place}/{output_paths.UNFINISHED}"
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch, "exported")
         step = export(str(folder))
-        (pathlib.Path(scratch) / output_paths.UNFINISHED).touch()
-        remote.upload(pathlib.Path(scratch) / output_paths.UNFINISHED, mark)
-        for name in left.keys() - {output_paths.UNFINISHED}:
-            remote.remove(f"{url.rstrip('/')}/{name}")
+        left = _left_in_store(url, last)  # once more: the export took long
+        owner = ownership.own_record(ownership.TTL_SECONDS)
+        remote.write_bytes(mark, json.dumps(owner).encode())
+        for name in left - {output_paths.UNFINISHED}:
+            remote.remove(f"{place}/{name}")
         remote.upload_folder(folder, url, last=last)
         remote.remove(mark)
     return step
+
+
+def _left_in_store(url: str, last: str) -> set[str]:
+    """What an export that was killed left there. Raises ValueError where there is anything else, or
+    where it still runs, on this machine."""
+    kind = remote.kind_of(url)
+    left = {*remote.find(url)} if kind == "folder" else set()
+    mark = f"{url.rstrip('/')}/{output_paths.UNFINISHED}"
+    owner: Any = None
+    if output_paths.UNFINISHED in left:
+        with contextlib.suppress(ValueError):
+            owner = json.loads(remote.read_bytes(mark, most=1 << 16))
+    if (
+        isinstance(owner, dict) and owner.get("pid") != os.getpid()
+        and ownership.is_here(owner) and ownership.is_alive(owner)
+    ):  # fmt: skip
+        raise ValueError(f"{url} is being written by process {owner['pid']}: wait for it to end")
+    if kind == "file" or not output_paths.may_be_filled(left, last):
+        if {last, output_paths.UNFINISHED} <= left:  # complete: killed just then
+            remote.remove(mark)
+        raise ValueError(f"{url} exists and is not empty: export into a new directory")
+    return left
 
 
 def from_hf(directory: str, workdir: str, *, tokenizer: str = ""):
@@ -360,7 +383,7 @@ def main(argv: list[str] | None = None) -> int:
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError, OSError) as error:
         printable.error(error)
-        return describe.failure_code(error)
+        return transient.exit_code(error)
     except KeyboardInterrupt:  # what was written is removed
         print("interrupted: run the same command again", file=sys.stderr)
         return exits.INTERRUPTED

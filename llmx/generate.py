@@ -20,10 +20,10 @@ import jax
 
 from llmx import config as config_lib
 from llmx.checkpoint import mirror, model_params
-from llmx.config import checks, describe
+from llmx.config import checks
 from llmx.config import recipe as recipe_lib
 from llmx.contract import State
-from llmx.data import chat, generated, text_stream, tokenizers
+from llmx.data import chat, generated, text_stream, tokenizers, transient
 from llmx.model import sampling
 from llmx.model.attention import cache
 from llmx.model.execution import Execution
@@ -124,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError, OSError) as error:
         printable.error(error)
-        return describe.failure_code(error)
+        return transient.exit_code(error)
     return 0
 
 
@@ -223,7 +223,7 @@ class _Rows:
         at, ended = 0, [False] * len(self.rows)
         waiting = [head + text for head, text in zip(self.headings, before, strict=True)]
 
-        def printable(last: bool) -> Iterator[str]:
+        def ready(last: bool) -> Iterator[str]:
             nonlocal at
             while at < len(self.rows):
                 yield waiting[at]
@@ -233,17 +233,17 @@ class _Rows:
                 yield "\n"
                 at += 1
 
-        yield from printable(last=False)
+        yield from ready(last=False)
         for parts in blocks:
             for row, (stream, ids) in enumerate(zip(self.rows, parts, strict=True)):
                 waiting[row] += stream.add(ids)
                 ended[row] = stream.stopped
-            yield from printable(last=False)
+            yield from ready(last=False)
             if all(ended):
                 return
         for row, stream in enumerate(self.rows):
             waiting[row] += stream.end()
-        yield from printable(last=True)
+        yield from ready(last=True)
 
 
 def _settings(args: argparse.Namespace, config: config_lib.Config, room: int) -> dict[str, Any]:

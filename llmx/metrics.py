@@ -8,6 +8,7 @@ if __name__ == "__main__":
     exits.silent_interrupts()
 
 from llmx.checkpoint import mirror
+from llmx.data import transient
 from llmx.runtime import plot
 
 
@@ -22,9 +23,10 @@ def main() -> None:
     workdir = parser.parse_args().workdir
     try:
         workdir = mirror.reading(workdir)
-        print(*plot.plot_all(workdir, log=printable.to_stderr), sep="\n")
+        exits.show("\n".join(map(str, plot.plot_all(workdir, log=printable.to_stderr))))
     except (ValueError, OSError) as error:
-        parser.error(printable.printable(error))
+        text = f"{parser.prog}: error: {printable.printable(error)}\n"
+        parser.exit(transient.exit_code(error), text)
 
 
 if __name__ == "__main__":

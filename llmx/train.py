@@ -59,10 +59,10 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
         job = resources.enter_context(job_lib.Job(log=log, caller=caller))
         resources.push(job.tell_crash)
         progress, stop = job.progress, job.stop
+        config = num_devices = None
         try:
             # 1. The config: all its problems are reported before anything heavy is imported.
             args, config, problems = (caller.settings or read_config)(job, argv)
-            num_devices = None
             if not checks.can_launch(config):
                 job.join_by_environment()  # to tell the others what is wrong
             else:
@@ -221,8 +221,8 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
         if code == exits.DONE and loop.step < config.steps:
             code = stop.code
         finish(job, loop, evaluation, code)
-        with progress("save"):  # after SIGTERM time is short
-            code = store.end(code, config.checkpoint.grace_seconds if code == exits.AGAIN else None)
+        with progress("save"):
+            code = store.end(code, limit.left)
         why = reason if code == exits.STOPPED else stop.reason
         caller.end(log, config=config, state=loop.state, step=loop.step, why=why)
         log(farewell(config, loop.step, code, why))

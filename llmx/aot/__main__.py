@@ -22,6 +22,7 @@ from llmx.aot import compiler, report, suggest, timeline, topologies
 from llmx.aot.compiler import CompileError
 from llmx.aot.report import Result, Trial
 from llmx.config import checks, flags
+from llmx.data import transient
 from llmx.runtime import launch, output_paths
 
 FITS, DOES_NOT_FIT, WRONG = 0, 1, 2
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             pathlib.Path(args.trace).write_text(f"{json.dumps(trace)}\n")
     except (ValueError, OSError, CompileError) as error:
         printable.to_stderr(error)
-        return WRONG
+        return transient.exit_code(error, WRONG)
     exits.show(
         json.dumps(report.to_json(result, trials)) if args.json else report.text(result, trials)
     )

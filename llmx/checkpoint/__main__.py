@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llmx.checkpoint import mirror
-from llmx.data import remote
+from llmx.data import remote, transient
 from llmx.runtime import exits, printable
 
 if __name__ == "__main__":
@@ -48,21 +48,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0 done, 1 a checkpoint is bad or two differ, 2 the request is wrong."""
+    """Exit code: 0 done, 1 a checkpoint is bad or two differ, 2 the request is wrong, 75
+    a disk or a store failed."""
     args = _parser().parse_args(argv)
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
         return COMMANDS[args.command](args)
-    except BrokenPipeError:
-        sys.stdout = None  # the reader has seen enough
-        return exits.DONE
     except (ValueError, OSError, MemoryError) as error:
         printable.error(error)
-        return exits.REFUSED
-
-
-def _show(text: str) -> None:
-    print(printable.printable(text), flush=True)
+        return transient.exit_code(error)
 
 
 def _root(workdir: str) -> Any:
@@ -169,15 +163,17 @@ def ls(args: argparse.Namespace) -> int:
                 row["state"], row["problem"] = "corrupt", str(error)
         rows.append(row)
     if args.json:
-        print(json.dumps(rows, indent=1))
+        exits.show(json.dumps(rows, indent=1))
         return exits.DONE
-    _show(f"{'name':<16}{'state':<12}{'date':<21}{'size':>12}  {'samples':>10}  strategy  mesh")
+    exits.show(
+        f"{'name':<16}{'state':<12}{'date':<21}{'size':>12}  {'samples':>10}  strategy  mesh"
+    )
     for row in rows:
         mesh = row.get("mesh")
         sizes = mesh.items() if isinstance(mesh, dict) else ()
         mesh = " ".join(f"{axis}={size}" for axis, size in sizes if size != 1)
         size = f"{row['bytes'] / 2**20:,.1f} MiB"
-        _show(
+        exits.show(
             f"{row['name']:<16}{row['state']:<12}{row['date']:<21}{size:>12}  "
             f"{row.get('samples') or '-':>10}  {row.get('strategy') or '-':<8}  {mesh or '-'}"
             + (f"  ({row['problem']})" if "problem" in row else "")
@@ -206,7 +202,7 @@ def verify(args: argparse.Namespace) -> int:
         except ValueError as error:  # of the host's rows
             reason = str(error)
         bad += bool(reason)
-        _show(f"checkpoint {step}: {f'corrupt: {reason}' if reason else 'good'}")
+        exits.show(f"checkpoint {step}: {f'corrupt: {reason}' if reason else 'good'}")
     return 1 if bad else exits.DONE
 
 
@@ -218,22 +214,22 @@ def diff(args: argparse.Namespace) -> int:
     roots = [_root(args.workdir), _root(args.other or args.workdir)]
     steps = [_step(roots[0], args.step), _step(roots[1], args.other_step)]
     first, second = (_document(root, step) for root, step in zip(roots, steps, strict=True))
-    _show(f"{roots[0]}/{steps[0]} and {roots[1]}/{steps[1]}:")
+    exits.show(f"{roots[0]}/{steps[0]} and {roots[1]}/{steps[1]}:")
     configs = (document.meta.get("config") or {} for document in (first, second))
     changed = identity.differences(*configs)
     different = bool(changed)
     for text in identity.difference_lines(changed):
-        _show(f"  config {text}")
+        exits.show(f"  config {text}")
     names = [_array_names(document) for document in (first, second)]
     for name in sorted(set(names[0]) ^ set(names[1])):
         different = True
-        _show(f"  {name}: only in {'the first' if name in names[0] else 'the second'}")
+        exits.show(f"  {name}: only in {'the first' if name in names[0] else 'the second'}")
     both = [name for name in names[0] if name in set(names[1])]
     pairs = zip(_arrays(roots[0], first, both), _arrays(roots[1], second, both), strict=True)
     for (name, a), (_, b) in pairs:
         if a.shape != b.shape or a.dtype != b.dtype:
             different = True
-            _show(f"  {name}: {a.dtype}{list(a.shape)}, {b.dtype}{list(b.shape)}")
+            exits.show(f"  {name}: {a.dtype}{list(a.shape)}, {b.dtype}{list(b.shape)}")
             continue
         x, y = (np.asarray(array) for array in (a, b))
         num = int((x != y).sum())
@@ -244,9 +240,9 @@ def diff(args: argparse.Namespace) -> int:
         largest, scale = float(np.abs(x - y).max()), float(np.sqrt((x * x).sum())) or 1.0
         relative = float(np.sqrt(((x - y) ** 2).sum())) / scale
         text = f"{num:,} of {x.size:,} elements, at most {largest:.3g}, relative {relative:.3g}"
-        _show(f"  {name}: {text}")
+        exits.show(f"  {name}: {text}")
     if not different:
-        _show("  the same")
+        exits.show("  the same")
     return 1 if different else exits.DONE
 
 
@@ -274,7 +270,7 @@ def export(args: argparse.Namespace) -> int:
     except (Corrupt, Unreadable) as error:
         raise ValueError(f"checkpoint {step} in {root}: {error}") from error
     _write_arrays(args.file, arrays, {"step": str(step)})
-    _show(f"{len(arrays)} arrays of checkpoint {step} are in {args.file}")
+    exits.show(f"{len(arrays)} arrays of checkpoint {step} are in {args.file}")
     return exits.DONE
 
 
@@ -312,10 +308,10 @@ def rm(args: argparse.Namespace) -> int:
     good = [s for s in directory.steps(root) if checkpointer.is_intact(root, s)]
     if not args.force and good and set(good) <= set(args.steps):
         raise ValueError(f"{good[-1]} is the last good checkpoint in {root}: --force deletes it")
-    with ownership.take(args.workdir, log=_show):
+    with ownership.take(args.workdir, log=exits.show):
         for step in args.steps:
             directory.start_removing(root, str(step)).join()
-            _show(f"deleted checkpoint {step}")
+            exits.show(f"deleted checkpoint {step}")
     return exits.DONE
 
 

@@ -409,6 +409,7 @@ class Checkpointer(contextlib.AbstractContextManager):
                     directories.remove(self._root / entry.name)
         if directories.occupied(self._root, step):
             self._rename(step, "replaced", "this run comes from another checkpoint")
+        self._place.prepare(step)
         path = directories.unfinished_path(self._root, step) / directories.STATE
         path.mkdir(parents=True, exist_ok=True)
         beside(directories.unfinished_path(self._root, step))

@@ -36,6 +36,8 @@ KEYS = {
     "rope_theta": "rope.freq_base", "norm_eps": "attention.layer_norm_rms_epsilon",
     "vocab_size": "vocab_size",
 }  # fmt: skip
+# Whose query weights llama.cpp takes for width x width, whatever the file says of heads.
+HEADS_OF_WIDTH = ("qwen2",)
 OF_HEADS = ("attention.value_length", "rope.dimension_count")  # the same as "head_dim"
 
 
@@ -73,6 +75,8 @@ def read_back(model: ModelConfig) -> ModelConfig:
     name, _ = ARCHITECTURES[model.family]
     tensors = {row.ours for row in hf_formats.rows(model)}
     values = _metadata(model)
+    if name in HEADS_OF_WIDTH:
+        values[KEYS["head_dim"]] = model.width // model.num_heads
     return dataclasses.replace(
         families.preset(COMPUTED_AS[name]), **{field: values[key] for field, key in KEYS.items()},
         tied_head="head" not in tensors, qkv_bias="blocks/attention/query/bias" in tensors,

@@ -38,10 +38,17 @@ class GraceLimit(contextlib.AbstractContextManager):
     def start(self, since: float | None = None) -> None:
         """The signal has come, at `time.monotonic()` = `since`; a second call changes nothing."""
         with self._lock:
-            if self._deadline is not None or self._over.is_set():
+            if self._deadline is not None:
                 return
             self._deadline = (time.monotonic() if since is None else since) + self._seconds
+            if self._over.is_set():
+                return
         threading.Thread(target=self._watch, daemon=True, name="grace").start()
+
+    def left(self) -> float | None:
+        """Seconds until the time is over, for what comes after the save; None before the signal."""
+        deadline = self._deadline
+        return None if deadline is None else max(deadline - time.monotonic(), 0.0)
 
     def _watch(self) -> None:
         last = LAST_SECONDS if self._process == 0 else 0.0

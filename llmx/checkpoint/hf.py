@@ -18,10 +18,9 @@ import numpy as np
 from llmx.checkpoint import hf_files, hf_formats, hf_packed, hf_reader, streamed, writer
 from llmx.checkpoint.hf_formats import Tensor
 from llmx.checkpoint.hf_reader import CONFIG, INDEX, WEIGHTS, listed
-from llmx.data import tokenizer_files
+from llmx.data import full_disk, tokenizer_files
 from llmx.model import packed
 from llmx.model.families import ModelConfig
-from llmx.runtime import output_paths
 from llmx.sharding import trees
 
 SHARD_BYTES = 5 * 10**9  # transformers' own limit of a file
@@ -72,7 +71,6 @@ def export(
     `writer.Unwritten` where the disk takes no files. Whatever it raises, no files are left.
     """
     directory, numpy_dtype = pathlib.Path(directory), hf_reader.numpy_dtype(dtype)
-    output_paths.require_new(directory, last=CONFIG)
     config = hf_formats.model_config_to_hf(model)
     files = files or {}
     config |= {"torch_dtype": dtype, "use_cache": True}
@@ -89,7 +87,8 @@ def export(
         if tokenizer_file is not None:
             hf_files.write(directory, pathlib.Path(tokenizer_file), files, model, end_token)
         _write_tensors(directory, tensors, shard_bytes)
-        (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+        text = json.dumps(config, indent=2) + "\n"
+        full_disk.write_atomically(directory / CONFIG, text.encode())
     return directory
 
 

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llmx.checkpoint import directory
-from llmx.data import remote, transient
+from llmx.data import full_disk, remote, transient
 from llmx.runtime import exits, ownership
 
 SCHEMES = ("s3", "gs")  # of which tensorstore has conditional writes, for the lease
@@ -144,7 +144,7 @@ class Mirror:
         if launch:
             self.place = places.in_store(
                 self._url, launch, rank, before=self._upload_small, may_write=may_write,
-                published=lambda step: self._steps.add(str(step)),
+                begun=self._begun, published=lambda step: self._steps.add(str(step)),
             )  # fmt: skip
         if rank:
             self._url = ""
@@ -152,6 +152,8 @@ class Mirror:
         self._uploaded = True  # whether the local record says that the store has been written
         self._sent: dict[str, tuple[int, int] | None] = {}  # sizes and times of what is uploaded
         self._steps: set[str] = set()  # checkpoints that the store holds
+        self._pruned: set[str] = set()  # of them: what the run has deleted or set aside
+        self._pruning = threading.Lock()
         self._parts: dict[str, set[str]] = {}  # of others: the files that it holds
         self._step = ""  # the checkpoint that is uploaded now
         self._error: BaseException | None = None  # why the last upload failed
@@ -197,8 +199,10 @@ class Mirror:
                 )
             self._sent = {name: None for name in filter(_wanted(()), names) if _is_small(name)}
             self._steps = {*there}
-        if kept and self._several:  # whose arrays are in the store alone
-            self._upload()
+        if kept and self._several:  # of one process until now: the store gets the arrays, too
+            self._upload_small()
+            self._note_pruned()
+            self._upload_checkpoints()
             names, kept = self._listed(), False
             here, there, theirs = set(), committed(names), launches
         if kept:
@@ -261,9 +265,7 @@ class Mirror:
     def _write_record(self, launches: list[str], *, uploaded: bool) -> None:
         self._launches, self._uploaded = launches, uploaded
         record = {"launches": launches, "uploaded": uploaded, "whole": not self._several}
-        partial = self._folder / f"{RECORD}.tmp"
-        partial.write_text(json.dumps(record))
-        partial.replace(self._folder / RECORD)
+        full_disk.write_atomically(self._folder / RECORD, json.dumps(record).encode())
 
     # ------------------------------------------------------------------------------ while it runs
 
@@ -273,6 +275,8 @@ class Mirror:
 
         def saved(step: int) -> None:
             first(step)
+            if not self._several and str(step) in self._steps:  # set aside, and made anew
+                self._pruned.add(str(step))
             if self._asked > self._done and time.time() - self._since > TELL_SECONDS:
                 self._log(f"{self._waiting()}: training goes on, and saves in {self._folder}")
             self._ask()
@@ -284,9 +288,11 @@ class Mirror:
         return self._step == str(step)
 
     def _ask(self) -> None:
-        """Has all that is new uploaded, in a thread."""
+        """Has all that is new uploaded, in a thread. Not while a save is made complete."""
         if not self._url:
             return
+        with contextlib.suppress(ValueError, OSError):  # then the next one tells it
+            self._note_pruned()
         with self._changed:
             if self._asked == self._done:
                 self._since = self._arrived = time.time()
@@ -342,8 +348,9 @@ class Mirror:
             finally:
                 self._step = ""
 
-    def end(self, code: int, seconds: float | None = None) -> int:
-        """Uploads the rest, and waits for it: at most `seconds`, by default `FINAL_SECONDS`.
+    def end(self, code: int, left: Callable[[], float | None] = lambda: None) -> int:
+        """Uploads the rest, and waits for it: at most `FINAL_SECONDS`, and after SIGTERM, which may
+        come meanwhile, what `left` says (`grace.GraceLimit.left`).
 
         Returns the exit code: `code`; where the copy did not arrive `exits.AGAIN`, or
         `exits.UNSAVED` if the store refuses it. The folder stays, and another start on this machine
@@ -353,10 +360,10 @@ class Mirror:
             return code
         self._ask()
         begun = told = time.time()
-        limit = begun + (FINAL_SECONDS if seconds is None else seconds)
+        limit = begun + FINAL_SECONDS
         with self._changed:
             while self._done < self._asked and (now := time.time()) < limit:
-                if now - max(self._arrived, begun) > QUIET_SECONDS:
+                if now - max(self._arrived, begun) > QUIET_SECONDS or left() == 0:
                     break
                 if now - told > TELL_SECONDS:
                     told = now
@@ -398,29 +405,65 @@ class Mirror:
 
     def _upload(self) -> None:
         self._upload_small()
-        # The newest first: from a slow store that one is wanted.
-        while missing := self._complete() - self._steps:
-            self._step = step = max(missing, key=int)
-            name = f"{directory.CHECKPOINTS}{step}"
-            parts = self._parts.setdefault(step, set())
-            try:
-                remote.upload_folder(
-                    self._folder / name, f"{self._url}/{name}", last=directory.MARKER,
-                    before=parts, sent=lambda part, parts=parts: self._got(part, parts),
-                )  # fmt: skip
-                self._steps.add(step)
-            except FileNotFoundError:
-                if step in self._complete():
-                    raise
-                _remove_checkpoint(f"{self._url}/{name}")  # it was deleted here meanwhile
-            del self._parts[step]
-            self._step = ""
-            self._upload_small()  # before the next one, which it is to be as new as
-        # Where the folder has vanished, the store is what is left.
-        complete = self._complete() or self._steps
-        for step in self._steps - complete:
-            _remove_checkpoint(f"{self._url}/{directory.CHECKPOINTS}{step}")
-            self._steps.remove(step)
+        if self._several:  # whose saves upload their checkpoints, arrays and all
+            self._prune()
+            return
+        self._note_pruned()
+        self._upload_checkpoints()
+
+    def _upload_checkpoints(self) -> None:
+        while (missing := self._complete() - self._steps) or self._pruned:
+            if missing:
+                # The newest first: from a slow store that one is wanted.
+                self._upload_checkpoint(max(missing, key=int))
+                self._upload_small()  # before the next one, which it is to be as new as
+                self._note_pruned()
+            self._prune()
+
+    def _upload_checkpoint(self, step: str) -> None:
+        self._step, name = step, f"{directory.CHECKPOINTS}{step}"
+        parts = self._parts.setdefault(step, set())
+        try:
+            remote.upload_folder(
+                self._folder / name, f"{self._url}/{name}", last=directory.MARKER, before=parts,
+                sent=lambda part: self._got(part, parts),
+            )  # fmt: skip
+            self._steps.add(step)
+        except FileNotFoundError:
+            if step in self._complete():
+                raise
+            _remove_checkpoint(
+                f"{self._url}/{name}", remote.remove
+            )  # it was deleted here meanwhile
+        del self._parts[step]
+        self._step = ""
+
+    def _note_pruned(self) -> None:
+        """Finds what the store holds and the folder does not, once it has any of the folder's: else
+        the folder has vanished, or what is new has not arrived."""
+        if (complete := self._complete()) & self._steps:
+            self._pruned |= self._steps - complete
+
+    def _prune(self) -> None:
+        for step in sorted(self._pruned, key=int):
+            _remove_checkpoint(
+                f"{self._url}/{directory.CHECKPOINTS}{step}",
+                lambda url, step=step: self._remove(url, step),
+            )
+            if step in self._pruned:
+                self._steps.discard(step)
+                self._pruned.discard(step)
+
+    def _remove(self, url: str, step: str) -> None:
+        with self._pruning:
+            if step in self._pruned:
+                remote.remove(url)
+
+    def _begun(self, step: int) -> None:
+        """Several processes save `step` anew: that save replaces what the store holds of it."""
+        if str(step) in self._pruned:
+            with self._pruning:
+                self._pruned.discard(str(step))
 
     def _got(self, part: str, parts: set[str]) -> None:
         parts.add(part)
@@ -462,10 +505,10 @@ def _read_record(path: pathlib.Path) -> dict[str, Any]:
         return {}
 
 
-def _remove_checkpoint(url: str) -> None:
-    remote.remove(f"{url}/{directory.MARKER}")  # from here on it is unfinished
+def _remove_checkpoint(url: str, remove: Callable[[str], None]) -> None:
+    remove(f"{url}/{directory.MARKER}")  # from here on it is unfinished
     for name in remote.find(url):
-        remote.remove(f"{url}/{name}")
+        remove(f"{url}/{name}")
 
 
 def begin(workdir: str, job: Any, *, log: Log) -> tuple[str, Mirror]:

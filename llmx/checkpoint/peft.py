@@ -13,9 +13,9 @@ import numpy as np
 
 from llmx.checkpoint import hf_formats, writer
 from llmx.checkpoint.hf_tables import FORMATS, Tensor
+from llmx.data import full_disk
 from llmx.model.adapters import DOWN, UP, AdaptersConfig, contracted
 from llmx.model.families import ModelConfig
-from llmx.runtime import output_paths
 from llmx.sharding import trees
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -40,7 +40,6 @@ def export(
     from safetensors.numpy import save_file
 
     directory = pathlib.Path(directory)
-    output_paths.require_new(directory, last=CONFIG)
     hf_formats.model_config_to_hf(model)
     arrays = {name: np.asarray(leaf, np.float32) for name, leaf in trees.named(adapters).items()}
     if model.num_experts and (of_mlp := [name for name in arrays if "/mlp/" in name]):
@@ -51,8 +50,8 @@ def export(
     tensors = dict(_tensors(arrays, config, model))
     with writer.filling(directory, last=CONFIG):
         save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
-        text = json.dumps(_config(arrays, config, model, base), indent=2)
-        (directory / CONFIG).write_text(f"{text}\n")
+        text = json.dumps(_config(arrays, config, model, base), indent=2) + "\n"
+        full_disk.write_atomically(directory / CONFIG, text.encode())
     return directory
 
 

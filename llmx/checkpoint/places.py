@@ -39,6 +39,7 @@ _OF_FILES = ("NOT_FOUND", "DATA_LOSS", "INVALID_ARGUMENT", "FAILED_PRECONDITION"
 class Place(NamedTuple):
     """What a save does beside Orbax's writing into `path`, the unfinished checkpoint's folder."""
 
+    prepare: Callable[[int], None]  # (step) on process 0, before any process writes
     begin: Callable[[Any], None]  # (path) on the others, before they write
     # (path, step, number) on each, when its shards are written: a name for process 0
     written: Callable[[Any, int, int], str]
@@ -50,6 +51,7 @@ class Place(NamedTuple):
 
 
 SHARED = Place(
+    prepare=lambda step: None,
     begin=lambda path: None,
     written=lambda path, step, number: "",
     finish=lambda path, step, handler, sealed, names: writer.complete(path, sealed, handler),
@@ -72,7 +74,8 @@ def attempted(action: Callable[[], None]) -> None:
 
 def in_store(
     url: str, launch: str, rank: int, *, before: Callable[[], None],
-    may_write: Callable[[], None], published: Callable[[int], None],
+    may_write: Callable[[], None], begun: Callable[[int], None],
+    published: Callable[[int], None],
 ) -> Place:  # fmt: skip
     """Of the checkpoints in the work directory `url`.
 
@@ -80,6 +83,7 @@ def in_store(
       launch: letters and digits, the same in all processes and another in each launch.
       before: called on process 0 before a checkpoint is made complete.
       may_write: raises on process 0 where the store's directory is not this run's any more.
+      begun: called on process 0 with the step of a checkpoint before any process writes it.
       published: called on process 0 with the step of a checkpoint that is complete there.
     """
     root = f"{url}/{directory.CHECKPOINTS}"
@@ -113,7 +117,7 @@ def in_store(
         published(step)
 
     return Place(
-        _make_anew, written, finish, publish,
+        begun, _make_anew, written, finish, publish,
         _drop_arrays if rank == 0 else directory.remove, _reader(root),
     )  # fmt: skip
 

@@ -12,7 +12,6 @@ import contextlib
 import itertools
 import json
 import pathlib
-import re
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -22,30 +21,13 @@ import jax
 
 from llmx.checkpoint import checksums, directory, quiet
 from llmx.checkpoint.manifest import IN_PARTS, PART_BYTES, Document
+from llmx.data import build
 from llmx.runtime import host_memory, launch, output_paths
 from llmx.runtime.agreement import Store
+from llmx.runtime.causes import reason
 from llmx.sharding import trees
 
 SAVED, FAILED, DIFFERS, REFUSED = "saved", "failed", "differs", "refused"
-
-# What stops a write or a read: (pattern in the error's text, cause, remedy). The first that
-# matches counts.
-CAUSES = (
-    (r"ENOSPC|No space left", "the disk is full", "free space on it"),
-    (r"EDQUOT|[Qq]uota", "the disk quota is used up", "free space or raise the quota"),
-    (r"EFBIG|File too large", "a file is larger than is allowed", "raise the limit (ulimit -f)"),
-    (r"EROFS|Read-only", "the file system is read-only", "mount it for writing"),
-    (r"EACCES|EPERM|[Pp]ermission", "access is not permitted", "permit it"),
-    (r"ENOENT|No such file|NOT_FOUND", "a file or folder has vanished", "bring it back"),
-    (r"ENOTDIR|EEXIST|Not a directory|File exists", "a file is in the way", "move it away"),
-    (r"EISDIR|Is a directory", "a folder is in the way", "move it away"),
-    (
-        r"EMFILE|ENFILE|Too many open files",
-        "too many files are open",
-        "raise the limit (ulimit -n)",
-    ),
-    (r"EIO|ESTALE|Input/output", "the disk or network file system fails", "check it"),
-)
 
 
 class Verdict(NamedTuple):
@@ -67,25 +49,30 @@ def filling(
 ) -> Iterator[None]:  # fmt: skip
     """Makes a directory for files that the block writes, the one named `last` after all others.
 
-    Raises ValueError as `output_paths.require_new`. Whatever the block raises, no files are left
-    but those of `besides`; an OSError becomes `Unwritten`. What a killed one leaves is marked, and
-    the next one replaces it.
+    Raises ValueError as `output_paths.require_new`, or while another process fills it. Whatever the
+    block raises, no files are left but those of `besides`; an OSError becomes `Unwritten`. What a
+    killed one leaves is marked, and the next one replaces it.
     """
-    output_paths.require_new(folder, last=last, besides=besides, remedy=remedy)
+
+    def refuse() -> None:
+        raise ValueError(f"another process is writing {folder}: wait for it to end")
+
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _clear(folder, besides)
-        (folder / output_paths.UNFINISHED).touch()
-        yield
-        (folder / output_paths.UNFINISHED).unlink()
-    except BaseException as error:
-        with contextlib.suppress(OSError):
-            _clear(folder, besides)
-        if (
-            not isinstance(error, OSError)
-            or isinstance(error, Unwritten)
-            or _is_elsewhere(error, folder)
-        ):
+        if not folder.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+        with build.exclusive(folder, on_wait=refuse):
+            output_paths.require_new(folder, last=last, besides=besides, remedy=remedy)
+            try:
+                _clear(folder, besides)
+                (folder / output_paths.UNFINISHED).touch()
+                yield
+                (folder / output_paths.UNFINISHED).unlink(missing_ok=True)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    _clear(folder, besides)
+                raise
+    except OSError as error:
+        if isinstance(error, Unwritten) or _is_elsewhere(error, folder):
             raise
         cause, remedy = reason(error)
         raise Unwritten(f"{folder} cannot be written: {cause}: {remedy}") from error
@@ -108,22 +95,6 @@ def _clear(folder: pathlib.Path, besides: Collection[str]) -> None:
 
 class Refused(Exception):
     """This process may not write here any more: another one owns the work directory."""
-
-
-def reason(error: BaseException) -> tuple[str, str]:
-    """The cause of a failed write in words, with the error's text, and the remedy."""
-    text = " ".join(str(error).split())
-    for pattern, cause, remedy in CAUSES:
-        if found := re.search(pattern, text):
-            return f"{cause} ({_shortened(text, found)})", remedy
-    return f"{type(error).__name__}: {text[:300]}", "mend that"
-
-
-def _shortened(text: str, found: re.Match) -> str:
-    """The beginning of a text, which names the file, and what is around the match."""
-    head, begin, end = 160, found.start() - 60, found.end() + 80
-    middle, tail = " ... " if begin > head else "", " ..." if max(head, end) < len(text) else ""
-    return text[:head] + middle + text[max(head, begin) : end] + tail
 
 
 class Board:

@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from llmx.compress import command as command_lib
     from llmx.compress import recipe, report
     from llmx.compress.stages import Stopped
-    from llmx.config import describe
+    from llmx.data import transient
 
     try:
         rows = command_lib.compress(args.workdir, recipe.load(args.recipe), args.output)
@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # RuntimeError: no checkpoint of the run is good, or the devices have no room for it.
     except (ValueError, RuntimeError, OSError) as error:
         printable.error(error)
-        return describe.failure_code(error)
+        return transient.exit_code(error)
     if args.json:
         exits.show(json.dumps([vars(row) for row in rows]))
         return exits.DONE

@@ -124,7 +124,9 @@ class Config:
     pipeline: PipelineConfig = section_of(PipelineConfig, of=RUN)
     sync: SyncConfig = section_of(SyncConfig, of=RUN)
     attention: AttentionConfig = section_of(AttentionConfig, of=RUN)
-    experts: ExpertsConfig = section_of(ExpertsConfig, of=RUN)
+    experts: ExpertsConfig = section_of(
+        ExpertsConfig, of=RUN, needs={"model.num_experts": {"not": (0,)}}
+    )
     products: ProductsConfig = section_of(ProductsConfig, of=RUN)
     quantization: QuantizationConfig = section_of(QuantizationConfig, of=RUN)
     tables: TablesConfig = section_of(TablesConfig, of=RUN)
@@ -263,10 +265,7 @@ def save_run(config: Config):
     """Writes WORKDIR/config.json, which `load_run` reads."""
     path = pathlib.Path(config.workdir) / "config.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    write = full_disk.names_path(pathlib.Path.write_text)
-    write(temporary, json.dumps(to_json(config), indent=2) + "\n")
-    temporary.replace(path)
+    full_disk.write_atomically(path, (json.dumps(to_json(config), indent=2) + "\n").encode())
 
 
 def load_run(workdir: str, *, with_ngrams: bool = False) -> Config:

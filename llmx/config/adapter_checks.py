@@ -14,9 +14,6 @@ def problems(config: Config) -> Iterator[str]:
     if bounds.problems(section, "adapters."):
         return  # said already
     if not section.rank:
-        why = "with adapters.rank=0: set a rank, or leave it out"
-        keys = dict.fromkeys(("alpha", "dropout", "products"), why)
-        yield from bounds.without_effect(section, "adapters.", keys)
         return
     if not families.problems(config.model):
         yield from adapters.problems(section, apply_lib.abstract_parameters(config.model)[0])

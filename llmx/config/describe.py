@@ -14,7 +14,7 @@ from llmx.data import transient
 from llmx.model import adapters, apply, costs, precision, quantization, quantized, ranks
 from llmx.pipeline import schedule
 from llmx.pipeline import stages as stages_lib
-from llmx.runtime import exits, hardware
+from llmx.runtime import hardware
 from llmx.sharding import trees
 from llmx.step.transforms import loss_scale, masks
 
@@ -86,15 +86,11 @@ def failure_text(config: Config, error: OSError) -> str:
     return f"{cause}: {remedy}{other}"
 
 
-def failure_code(error: Exception) -> int:
-    """The exit code of an error before the first step: whether another start may mend it."""
-    return exits.AGAIN if transient.is_transient(error) else exits.REFUSED
-
-
-def failure(config: Config, error: ValueError | OSError) -> tuple[Exception | str, int]:
-    """Why a run does not begin, for people, and its exit code."""
-    text = error if isinstance(error, ValueError) else failure_text(config, error)
-    return text, failure_code(error)
+def failure(config: Config | None, error: ValueError | OSError) -> tuple[Exception | str, int]:
+    """Why a run does not begin, for people, and its exit code. None = not even with a config."""
+    known = isinstance(error, ValueError) or config is None
+    text = error if known else failure_text(config, error)
+    return text, transient.exit_code(error)
 
 
 def _key_of(config: Config, path: str) -> str:

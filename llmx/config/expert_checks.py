@@ -11,21 +11,6 @@ def problems(config: Config, sizes: dict[str, int]) -> Iterator[str]:
     """All problems, each with its remedy. `sizes`: of the mesh axes."""
     model, experts, ways = config.model, config.experts, sizes["expert"]
     E = model.num_experts
-    idle = {} if E else {key: "model.num_experts=0" for key in vars(experts)}
-    if experts.dispatch != experts_config.CAPACITY:
-        idle.setdefault("capacity", f"experts.dispatch={experts.dispatch!r}")
-    if experts.dispatch == experts_config.DENSE:
-        idle.setdefault("buffer", f"experts.dispatch={experts.dispatch!r}")
-    if experts.balance == experts_config.NONE:
-        idle.setdefault("balance_weight", f"experts.balance={experts.balance!r}")
-    if bounds.problems(experts, "experts."):
-        idle = {}  # said already
-    why = {
-        key: f"with {cause}: leave it out, or "
-        + (f"change {cause.partition('=')[0]}" if E else "use a model with experts")
-        for key, cause in idle.items()
-    }
-    yield from bounds.without_effect(experts, "experts.", why)
     if not E:
         return
     if E % ways:

@@ -9,8 +9,10 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from llmx import config as config_lib
+from llmx.checkpoint import hf_formats
 from llmx.config import Config, ConfigError, value_types
 from llmx.data import json_files
+from llmx.model import families
 from llmx.runtime import launch
 
 
@@ -129,7 +131,7 @@ def _override(
     """Sets each override, which `read` turns into a value of its type; returns the problems."""
     import absl.flags
 
-    kinds, problems = config_lib.leaf_types(Config), []
+    kinds, problems, made = config_lib.leaf_types(Config), [], config.model.family
     for key, text in overrides.items():
         if key not in kinds:
             problems.append(config_lib.unknown_key(key, kinds))
@@ -137,22 +139,28 @@ def _override(
         try:
             # One at a time: a bad value does not hide the next.
             value = config_lib.get_value(read([f"--config.{key}={text}"]), key)
-            if key == "model.family" and value != config.model.family:
-                problems.append(_renamed(value, config.model.family, path))
-                continue
             config_lib.set_value(config, key, value)
         except (ValueError, TypeError, absl.flags.Error):
             wanted = value_types.type_name(kinds[key])
             problems.append(f"{key}={json_files.shown(text)} is not {wanted}")
+    if config.model.family != made and (why_not := _other_family(config.model)):
+        problems.append(
+            f"model.family={config.model.family!r} changes the name alone of a model that {path} "
+            f"makes as {made!r} ({why_not}): use families.preset({config.model.family!r}, ...) in "
+            "a config file, which also sets what that has"
+        )
     return problems
 
 
-def _renamed(family: str, made: str, path: str) -> str:
-    """Why a flag does not make another family of a model."""
-    return (
-        f"model.family={family!r} changes the name alone of a model that {path} makes as {made!r}: "
-        f"use families.preset({family!r}, ...) in a config file, which also sets what that has"
-    )
+def _other_family(model: families.ModelConfig) -> str:
+    """Why a model is not of the family whose name it has; "" if it may be, or is wrong anyway."""
+    if model.family not in families.FAMILIES or families.problems(model):
+        return ""
+    try:
+        hf_formats.model_config_to_hf(model)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _line_of(error: BaseException, path: str, file: str) -> str:

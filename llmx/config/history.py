@@ -23,7 +23,8 @@ import llmx
 from llmx import config as config_lib
 from llmx.checkpoint import identity, mirror
 from llmx.config import Config
-from llmx.runtime import agreement, auxiliary, printable
+from llmx.data import transient
+from llmx.runtime import agreement, auxiliary, exits, printable
 
 FILE = "history.jsonl"
 START, WENT_BACK, ROLLBACK = "start", "went back", "rollback"
@@ -239,22 +240,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     workdir = command.parse_args(argv).workdir
     try:
         workdir = mirror.reading(workdir)
-    except ValueError as error:
-        printable.to_stderr(error)
-        return 2
-    if not pathlib.Path(workdir, FILE).is_file():
-        printable.to_stderr(f"{workdir} holds no {FILE}: name the workdir of a run")
-        return 2
-    try:
-        print(printable.printable("\n".join(lines(workdir))))
+        if not pathlib.Path(workdir, FILE).is_file():
+            raise ValueError(f"{workdir} holds no {FILE}: name the workdir of a run")
+        exits.show("\n".join(lines(workdir)))
         if text := damaged(workdir):
             printable.to_stderr(f"warning: {text}")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        sys.stdout = None  # the reader has seen enough
+    except ValueError as error:
+        printable.to_stderr(error)
+        return transient.exit_code(error)
     except OSError as error:
         printable.to_stderr(f"{workdir}/{FILE} cannot be shown: {auxiliary.cause(error)}")
-        return 2
+        return transient.exit_code(error)
     return 0
 
 

@@ -13,12 +13,6 @@ def problems(config: Config) -> Iterator[str]:
     if bounds.problems(section, "packed."):
         return  # said already
     if not section.format:
-        why = (
-            "with packed.format='': leave it out, or quantize a trained run with python -m "
-            "llmx.compress"
-        )
-        keys = dict.fromkeys(("group", "symmetric"), why)
-        yield from bounds.without_effect(section, "packed.", keys)
         return
     if not families.problems(config.model):
         yield from packed.problems(section, apply.abstract_parameters(config.model)[0])

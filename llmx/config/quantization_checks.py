@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from llmx.config import Config
 from llmx.model import apply as apply_lib
 from llmx.model import families, quantization
-from llmx.model.quantization import QuantizationConfig
 from llmx.runtime import bounds
 
 
@@ -14,7 +13,6 @@ def problems(config: Config) -> Iterator[str]:
     section = config.quantization
     if bounds.problems(section, "quantization."):
         return  # said already
-    yield from _without_effect(section)
     if not (section.bits or section.activations):
         return
     what = f"quantization.bits={section.bits}"
@@ -65,18 +63,3 @@ def _parallel(config: Config, what: str) -> Iterator[str]:
             f"quantization.activations='average' with mesh.stage={stages}: the stages of a "
             "pipeline hand out no ranges; use quantization.activations='current'"
         )
-
-
-def _without_effect(section: QuantizationConfig) -> Iterator[str]:
-    """Values that nothing reads."""
-    why = {}
-    if not section.bits:
-        text = "with quantization.bits=0: set quantization.bits, or leave it out"
-        why |= dict.fromkeys(("group", "scales"), text)
-    if section.activations != "average":
-        text = (
-            f"with quantization.activations={section.activations!r}: set "
-            "quantization.activations='average', or leave it out"
-        )
-        why |= dict.fromkeys(("decay", "freeze_after"), text)
-    yield from bounds.without_effect(section, "quantization.", why)

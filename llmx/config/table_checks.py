@@ -48,12 +48,17 @@ def filled_in(config: Config) -> list[str]:
     ):
         return found
     weights = tuple(each.length if each.weights else 0 for each in schema.features)
-    config.model.recommender = dataclasses.replace(
-        recommender, num_dense=len(schema.dense), features=tuple(by_name),
-        lengths=tuple(lengths), num_ids=schema.num_ids,
-        weights=weights if any(weights) else (),
+    of_data = dict(
+        num_dense=len(schema.dense), features=tuple(by_name), lengths=tuple(lengths),
+        num_ids=schema.num_ids, weights=weights if any(weights) else (),
     )  # fmt: skip
-    return []
+    config.model.recommender = dataclasses.replace(recommender, **of_data)
+    default = recommender_config.RecommenderConfig()
+    return [
+        f"model.recommender.{key}={given!r} is not of the data, which have {found!r}: leave it out"
+        for key, found in of_data.items()
+        if (given := vars(recommender)[key]) not in (vars(default)[key], found)
+    ]
 
 
 def features_of(config: Config) -> list[Feature]:

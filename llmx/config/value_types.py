@@ -6,6 +6,8 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from llmx.data import json_files
+
 
 def wrong_types(section: Any, prefix: str = "") -> Iterator[str]:
     """Values that are not of their field's type."""
@@ -13,11 +15,12 @@ def wrong_types(section: Any, prefix: str = "") -> Iterator[str]:
         value, key = vars(section)[name], prefix + name
         if not dataclasses.is_dataclass(hint):
             if not _has_type(value, hint):
-                yield f"{key}={value!r} is not {type_name(hint)}"
+                yield f"{key}={json_files.shown(value)} is not {type_name(hint)}"
         elif isinstance(value, hint):
             yield from wrong_types(value, f"{key}.")
         else:
-            yield f"{key}={value!r} is not a {hint.__name__}: change its fields instead"
+            given = json_files.shown(value)
+            yield f"{key}={given} is not a {hint.__name__}: change its fields instead"
 
 
 def _has_type(value: Any, hint: Any) -> bool:

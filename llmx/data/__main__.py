@@ -164,7 +164,7 @@ def verify(folder: pathlib.Path) -> None:
             shards_lib.check_sums(folder, entry)
             bar.advance(task)
     shards_lib.open_shards(folder)
-    print(
+    exits.show(
         f"{folder}: {len(index['shards'])} shards, {index['tokens']:,} tokens: all checksums match"
     )
 
@@ -184,7 +184,7 @@ def _already_complete(folder: pathlib.Path, recipe: build.Recipe) -> bool:
         _check_identity(folder, index, recipe)
         shards_lib.open_shards(folder)
         (folder / shards_lib.PROGRESS).unlink(missing_ok=True)
-        print(f"{folder} is complete already: {index['tokens']:,} tokens; nothing to do")
+        exits.show(f"{folder} is complete already: {index['tokens']:,} tokens; nothing to do")
         return True
     if foreign := build.foreign_files(folder):
         raise ValueError(
@@ -240,7 +240,7 @@ def _write_to_store(arguments: argparse.Namespace, recipe: build.Recipe) -> None
         if index is not None:
             _check_identity(arguments.output, index, recipe)
             tokens = f"{index['tokens']:,} tokens"
-            print(f"{arguments.output} is complete already: {tokens}; nothing to do")
+            exits.show(f"{arguments.output} is complete already: {tokens}; nothing to do")
             return
         upload.begin(overwrite=arguments.overwrite)
         index = _build(upload.folder, recipe, closed=upload.send)
@@ -303,7 +303,7 @@ def teach(arguments: argparse.Namespace) -> None:
             str(pathlib.Path(place).resolve()), step, arguments.top_k, context
         )
         if teacher_files.is_complete(opened, settings):
-            print(f"{folder}/{teacher_files.FOLDER} is complete already; nothing to do")
+            exits.show(f"{folder}/{teacher_files.FOLDER} is complete already; nothing to do")
             return
         with _make_bar(unit="tokens") as bar:
             task = bar.add_task("teacher", total=opened.num_tokens, note="")
@@ -311,7 +311,7 @@ def teach(arguments: argparse.Namespace) -> None:
                 opened, settings, top, rows=rows,
                 report=lambda done: bar.update(task, completed=done, note=f"{done:,} tokens"),
             )  # fmt: skip
-    print(
+    exits.show(
         f"{folder}/{teacher_files.FOLDER}: {arguments.top_k} tokens for each of "
         f"{opened.num_tokens:,}, by {arguments.teacher} at step {step}"
     )
@@ -358,7 +358,7 @@ def _teacher_of(run: Any, workdir: str, step: int | None, top_k: int, context: i
 
 def _print_index(folder: str, index: dict) -> None:
     skipped = f"; left out: {index['skipped']}" if index["skipped"] else ""
-    print(
+    exits.show(
         f"{folder}: {index['tokens']:,} tokens in {index['documents']:,} documents, "
         f"{len(index['shards'])} shards, vocabulary {index['vocab_size']:,}{skipped}"
     )
@@ -379,7 +379,8 @@ def main(argv: list[str] | None = None) -> int:
                 _make_recipe(arguments), count=arguments.preview, color=preview.has_color(),
                 shown=printable.printable,
             ):  # fmt: skip
-                print(line)
+                if not exits.show_raw(line):
+                    break
             return 0
         if not _is_written(arguments) or arguments.source:
             write(arguments)
@@ -388,7 +389,7 @@ def main(argv: list[str] | None = None) -> int:
     # RuntimeError: no checkpoint of the teacher is good.
     except (ValueError, OSError, RuntimeError) as error:
         printable.error(error)
-        return exits.AGAIN if transient.is_transient(error) else exits.REFUSED
+        return transient.exit_code(error)
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130

@@ -222,7 +222,7 @@ def _train_tokenizer(recipe: Recipe, folder: pathlib.Path) -> tokenizers.Tokeniz
         documents = recipe.documents(documents_lib.Position(), collections.Counter())
         texts = (document.text for document in documents)
         trained = tokenizers.train(texts, vocab_size=recipe.tokenizer)
-        shards_lib.write_atomically(path, trained.dumps())
+        full_disk.write_atomically(path, trained.dumps())
     return tokenizers.load(path)
 
 

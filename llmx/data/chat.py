@@ -14,7 +14,7 @@ import functools
 import json
 import re
 import secrets
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ ROLES = (
 ASSISTANT = "assistant"
 FORMATS = ("chat", "preference")  # of `DataConfig.format`, those that a chat template renders
 MAX_BYTES = 4 << 20  # of a conversation; it is encoded whole
+_TOGETHER = 1 << 18  # characters of a conversation times its turns that are rendered together
 # Digits stay what they are in whatever a template does to a text, but for cutting it.
 _MARK, _BREAK, _BEGIN, _END, _CONTENT_END = (f"{secrets.randbits(100):031d}" for _ in range(5))
 _NO_TEXT = ("role", "type")  # keys whose values templates compare
@@ -158,7 +159,7 @@ class Template:
                 f"tokenizer {tokenizer.name} has no chat template: set data.chat_template to a "
                 "Jinja file, or put a chat_template.jinja beside the tokenizer.json"
             )
-        found = template_process.ask(source, (_BEGIN, _END))
+        (found,) = template_process.ask(source, (_BEGIN, _END))
         if "refused" in found:
             line = f", line {found['line']}" if "line" in found else ""
             raise ValueError(f"the chat template is no Jinja{line}: {found['refused']}: correct it")
@@ -182,15 +183,33 @@ class Template:
 
         Raises ValueError where the template refuses it.
         """
-        inputs = {"messages": self._marked(messages), "add_generation_prompt": generation_prompt}
+        (found,) = self._renderings(messages, [(len(messages), generation_prompt)])
+        return _required(found)
+
+    def _renderings(
+        self, messages: Messages, asked: Sequence[tuple[int, bool]]
+    ) -> list[Rendered | ValueError]:
+        """`render` of the first so many messages with a generation prompt or not, for each asked;
+        or the ValueError of it. All together: the process of templates answers them at once."""
         given = {"tools": None, "documents": None} | self._names | self._arguments
-        found = template_process.ask(self.source, (_BEGIN, _END), given | inputs)
-        if "refused" in found:
-            raise ValueError(f"the chat template refuses the conversation: {found['refused']}")
-        raw = found["text"]
-        for number, message in enumerate(inputs["messages"], 1):
+        marked = self._marked(messages)
+        values = [
+            given | {"messages": marked[:count], "add_generation_prompt": prompt}
+            for count, prompt in asked
+        ]
+        answers = template_process.ask(self.source, (_BEGIN, _END), values)
+        return [
+            self._answered(answer, marked[:count])
+            for answer, (count, _) in zip(answers, asked, strict=True)
+        ]
+
+    def _answered(self, answer: dict[str, Any], messages: Messages) -> Rendered | ValueError:
+        if "refused" in answer:
+            return ValueError(f"the chat template refuses the conversation: {answer['refused']}")
+        raw = answer["text"]
+        for number, message in enumerate(messages, 1):
             if isinstance(parts := message.get("content"), list) and str(parts) in raw:
-                raise ValueError(
+                return ValueError(
                     f"message {number} has a list of parts as its content, and the chat template "
                     "writes it as Python does: write a string, or use a template that goes through "
                     "parts"
@@ -288,12 +307,12 @@ class Template:
         learned = self._marked_turns(talk, whole)
         marked = bool(_GENERATION.search(self.source))
         if not marked:
-            numbers = (
+            numbers = [
                 number for number, message in enumerate(talk.messages)
                 if number >= talk.first and message["role"] == ASSISTANT
                 and number not in talk.unlearned
-            )  # fmt: skip
-            learned = tuple(self._turn(talk.messages, number, whole) for number in numbers)
+            ]  # fmt: skip
+            learned = tuple(self._turns(talk.messages, numbers, whole))
         if not any(begin < end for begin, end in learned):
             raise ValueError("the chat template renders nothing of the assistant's turns")
         return dataclasses.replace(whole, learned=learned, marked=marked)
@@ -312,15 +331,38 @@ class Template:
                 kept[first:last] = [(0, 0)] * (last - first)
         return tuple(part for part in kept if part != (0, 0))
 
-    def _turn(self, messages: Messages, number: int, whole: Rendered) -> tuple[int, int]:
+    def _turns(
+        self, messages: Messages, numbers: Sequence[int], whole: Rendered
+    ) -> Iterator[tuple[int, int]]:
+        """The ranges of assistants' turns in the text of the conversation."""
+        going_on, last = [*messages, _NEXT], len(messages) - 1
+        together = max(1, _TOGETHER // len(whole.text or "1"))
+        for at in range(0, len(numbers), together):
+            some = numbers[at : at + together]
+            asked = [(number, True) for number in some]
+            asked += [(number + (2 if number == last else 1), False) for number in some]
+            found = self._renderings(going_on, asked)
+            yield from (
+                self._turn(messages, number, whole, _required(before), behind)
+                for number, before, behind in zip(
+                    some, found[: len(some)], found[len(some) :], strict=True
+                )
+            )
+
+    def _turn(
+        self, messages: Messages, number: int, whole: Rendered, before: Rendered,
+        behind: Rendered | ValueError,
+    ) -> tuple[int, int]:  # fmt: skip
         """The range of an assistant's turn in the text of the conversation.
 
         The turn's is what the template writes behind the generation prompt, whether the
         conversation ends there or goes on.
+
+        before: what the turn is an answer to. behind: the conversation that the turn ends, for the
+        last turn the one in which a user follows.
         """
-        before = self.render(messages[:number], generation_prompt=True)
         begin, last = len(before.text), number + 1 == len(messages)
-        if _num_shared(whole, before) < begin:
+        if turns.num_shared(whole, before) < begin:
             raise ValueError(
                 f"the chat template renders what is before message {number + 1} in another way "
                 "once that message follows: cut the conversation behind an earlier turn of the "
@@ -328,22 +370,19 @@ class Template:
             )
         begin += self._size_of_header(messages, number, before, whole)
         before = dataclasses.replace(before, text=whole.text[:begin])
-        ended = messages[: number + 1], whole if last else self.render(messages[: number + 1])
-        # What follows may begin as the template closes a conversation, if it is an answer too.
-        asked = last or messages[number + 1]["role"] == ASSISTANT
-        longer = [*messages[: number + 1], _NEXT] if asked else messages
-        try:
-            text = self.render(longer) if asked else whole
-        except ValueError:  # a template that lets no user follow
-            longer, text = ended if last else (messages, whole)
-        ends = self._ends_of_turn(before, number, ended, (longer, text))
-        end = (
-            ends[0]
-            if last
-            else self._end_in_other(number, ends[1], (longer, text), messages, whole)
-        )
+        ended = messages[: number + 1], whole if last else _required(behind)
+        longer, asked = (messages, whole), [*messages[: number + 1], _NEXT]
+        # An answer that follows may begin as the template closes a conversation.
+        if not last and messages[number + 1]["role"] == ASSISTANT:
+            (behind,) = self._renderings(asked, [(len(asked), False)])
+        elif not last:
+            asked, behind = longer
+        if isinstance(behind, Rendered):  # else the template lets no user follow
+            longer = asked, behind
+        ends = self._ends_of_turn(before, number, ended, longer)
+        end = ends[0] if last else self._end_in_other(number, ends[1], longer, messages, whole)
         end = max(begin, end)
-        if closing := _closing(whole, begin, end):
+        if closing := turns.closing(whole, begin, end):
             return begin, closing[-1][1]
         # The token that closes the conversation is the last turn's, if it is none that begins an
         # answer, which a template may write unasked.
@@ -361,12 +400,12 @@ class Template:
         before: what the turn is an answer to.
         """
         texts = ended[1], longer[1]
-        shared = _num_shared(*texts)
+        shared = turns.num_shared(*texts)
         if shared == min(len(rendered.text) for rendered in texts):
             return shared, self._end_with_prompt(before, ended[0], texts, shared)
         # Something closes the conversation, or what the turn holds is changed later.
         begins = self._content_end(number, *ended), self._content_end(number, *longer)
-        shared = _num_shared(*texts, begins)
+        shared = turns.num_shared(*texts, begins)
         ends = [begin + shared for begin in begins]
         if not any(
             end in (len(rendered.text), *(first for first, _ in rendered.special))
@@ -390,7 +429,7 @@ class Template:
         end: where it does in the first, where the conversation ends. A template may close a turn
         only where something follows, a generation prompt too.
         """
-        if _closing(texts[0], len(before.text), end):
+        if turns.closing(texts[0], len(before.text), end):
             return end
         try:
             prompted = self.render(messages, generation_prompt=True)
@@ -399,17 +438,19 @@ class Template:
         size = len(prompted.text)
         closed = any(first >= end for first, _ in prompted.special)
         header = before.text.endswith(prompted.text[end:])
-        return size if closed and not header and _num_shared(prompted, texts[1]) == size else end
+        return (
+            size if closed and not header and turns.num_shared(prompted, texts[1]) == size else end
+        )
 
     def _end_in_other(
         self, number: int, end: int, one: tuple[Messages, Rendered], messages: Messages,
         whole: Rendered,
     ) -> int:  # fmt: skip
         """Where a turn that ends at `end` in the text of one conversation ends in another's."""
-        if one[0] is messages or _num_shared(one[1], whole) >= end:
+        if one[0] is messages or turns.num_shared(one[1], whole) >= end:
             return end
         begins = self._content_end(number, *one), self._content_end(number, messages, whole)
-        return begins[1] + min(end - begins[0], _num_shared(one[1], whole, begins))
+        return begins[1] + min(end - begins[0], turns.num_shared(one[1], whole, begins))
 
     def _size_of_header(
         self, messages: Messages, number: int, before: Rendered, whole: Rendered
@@ -425,7 +466,7 @@ class Template:
             plain, prompted = (self.render(asked, generation_prompt=one) for one in (False, True))
         except ValueError:  # a template that lets no user follow
             return 0
-        for size in range(len(prompted.text) - _num_shared(plain, prompted), 0, -1):
+        for size in range(len(prompted.text) - turns.num_shared(plain, prompted), 0, -1):
             header = prompted.text[-size:]
             if whole.text.startswith(header, len(before.text)):
                 return 0 if before.text.endswith(header) else size
@@ -454,38 +495,14 @@ class Template:
             except ValueError:  # the template takes other conversations only
                 continue
             for learned in reversed(found.learned):
-                if closing := _closing(found, *learned):
+                if closing := turns.closing(found, *learned):
                     return found.text[slice(*closing[0])]
         return ""
 
 
-def _num_shared(one: Rendered, two: Rendered, begins: tuple[int, int] = (0, 0)) -> int:
-    """Of how many characters from `begins` on two texts are the same, special tokens as a whole."""
-    both = list(zip((one, two), begins, strict=True))
-    first, second = (rendered.text[begin:] for rendered, begin in both)
-    tokens = [
-        {(at - begin, end - begin) for at, end in rendered.special if at >= begin}
-        for rendered, begin in both
-    ]
-    low, high = 0, min(len(first), len(second))
-    while low < high:  # the first `low` are the same, and those behind `high` are not
-        middle = (low + high + 1) // 2
-        if first[low:middle] == second[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    cut = [at for at, end in tokens[0] if at < low < end]
-    return min([low, *cut, *(at for at, _ in tokens[0] ^ tokens[1] if at < low)])
-
-
-def _closing(rendered: Rendered, begin: int, end: int) -> list[tuple[int, int]]:
-    """The special tokens at the end of a range, with nothing but blanks between and behind them."""
-    found = []
-    for first, behind in reversed(rendered.special):
-        if first >= begin and behind <= end:
-            if rendered.text[behind:end].strip():
-                break
-            found, end = [(first, behind), *found], first
+def _required(found: Rendered | ValueError) -> Rendered:
+    if isinstance(found, ValueError):
+        raise found
     return found
 
 

@@ -14,7 +14,15 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, BinaryIO
 
-from llmx.data import array_records, arrow_files, json_files, opening, parquet_pages, transient
+from llmx.data import (
+    array_records,
+    arrow_files,
+    json_files,
+    opening,
+    parquet_pages,
+    template_process,
+    transient,
+)
 from llmx.data.sources import InputFile
 
 MAX_PIECE_BYTES = 1 << 20
@@ -117,6 +125,8 @@ def read_documents(
                 yield from _jsonl_documents(file.path, begin, text_key, skips, render)
             else:
                 yield from _text_documents(file.path, begin, skips)
+        except template_process.Ended:  # that says nothing of the file
+            raise
         except OSError as error:
             remedy = "check that it exists and that this user may read it"
             raise transient.refusal(f"{file.path}: cannot be read", error, remedy) from error

@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import io
 import json
+import logging
 import os
 import pathlib
 import re
@@ -20,7 +21,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, BinaryIO
 
-from llmx.data import transient
+from llmx.data import full_disk, transient
 
 ATTEMPTS, PAUSE_SECONDS = 3, 2.0  # of an upload, and of a copy that is not what the store says
 _BLOCK_BYTES = 4 << 20  # that are read of an object at a time
@@ -319,7 +320,7 @@ def fetch(
         if not names:
             raise FileNotFoundError(f"{url} does not exist, or holds no files")
         known_file = target.with_name(f"{target.name}.json")
-        known = json.loads(known_file.read_text()) if known_file.is_file() else {}
+        known = _known(known_file)
         for path in target.rglob("*"):
             name = path.relative_to(target).as_posix()
             if path.is_file() and keep(name) and name not in names:
@@ -337,15 +338,26 @@ def fetch(
             _copy(f"{url.rstrip('/')}/{name}", state, partial)
             os.replace(partial, path)
             known[name] = [state.num_bytes, state.version, *_stamp(path)]
-            known_file.write_text(json.dumps(known))
+            full_disk.write_atomically(known_file, json.dumps(known).encode())
+
+
+def _known(file: pathlib.Path) -> dict[str, list[int]]:
+    """What was copied; where the file is damaged nothing is known of it, and all is copied anew."""
+    try:
+        known = json.loads(file.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
 def _copy(url: str, state: Status, partial: pathlib.Path) -> None:
     """Copies an object to a local file, whose size and MD5 are then as the store says it is.
 
-    Raises OSError.
+    An ETag may be no MD5 and look like one (S3's directory buckets, other stores): what was read
+    twice alike is taken. Raises OSError.
     """
     files, source = _of(url)
+    before = ""  # the MD5 of the copy before
     for attempt in range(1, ATTEMPTS + 1):
         with _as_os_error(url):
             files.get_file(source, str(partial))
@@ -357,6 +369,13 @@ def _copy(url: str, state: Status, partial: pathlib.Path) -> None:
                 digest = hashlib.file_digest(file, _md5).hexdigest()
             if digest == state.md5 or _is_encrypted(files, url):
                 return
+            if digest == before:
+                logging.getLogger(__name__).warning(
+                    "note: the ETag of %r is not the MD5 of its content: it was read twice, with "
+                    "the same result (MD5 %s), and is used", url, digest,
+                )  # fmt: skip
+                return
+            before = digest
         if attempt < ATTEMPTS:
             time.sleep(PAUSE_SECONDS)
     given = f"{size:,} bytes" if size != state.num_bytes else f"bytes of MD5 {digest}"

@@ -45,23 +45,12 @@ def json_hash(value: Mapping) -> str:
 
 def write_json(path: pathlib.Path, value: Mapping) -> None:
     """Writes the file whole or not at all."""
-    write_atomically(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
+    full_disk.write_atomically(path, (json.dumps(value, indent=1, sort_keys=True) + "\n").encode())
 
 
 def entries_of(path: pathlib.Path) -> list[dict]:
     """The shards that an index or the progress lists, unchecked."""
     return json.loads(path.read_bytes())["shards"]
-
-
-@full_disk.names_path
-def write_atomically(path: pathlib.Path, content: bytes) -> None:
-    """Replaces the file by a complete one; a reader sees the old or the new, never a part."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(partial, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
 
 
 def seal(index: Mapping) -> dict:

@@ -2,8 +2,9 @@
 
 A template is a program that comes with a tokenizer. Jinja's sandbox keeps it from files and from
 the interpreter, not from loops that do not end or strings that fill the memory. The process reads
-requests from its standard input, a line of JSON each, answers in the same way, and ends with the
-process that started it. The system ends it where a request takes too much.
+requests from its standard input, a line of JSON each, answers in the same way, and ends when that
+closes, as it does with the process that started it: signals to a job are for that one. The system
+ends it where a request takes too much; any other end says nothing of a template.
 """
 
 import atexit
@@ -17,11 +18,19 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
+
+from llmx.data import transient
 
 SECONDS = 5  # of a processor, for one request
 BYTES = 1 << 30  # of address space
+_NO_MEMORY = 77  # the exit code of the process where a request took too much of it
 _REMEDY = "correct the template, or set data.chat_template to another"
+
+
+class Ended(transient.Transient):
+    """The process was ended from outside, twice."""
 
 
 class _Process:
@@ -29,26 +38,39 @@ class _Process:
 
     def __init__(self):
         self._lock, self._child = threading.Lock(), None
+        self._numbers: dict[str, int] = {}  # of the templates that it knows
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The answer to a request. Raises ValueError where it took too much."""
-        line = json.dumps(request).encode() + b"\n"
+    def ask(self, source: str, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """The answers to a request. Raises ValueError where one took too much, and Ended."""
         with self._lock:
-            if self._child is None or self._child.poll() is not None:
-                self._start()
-            try:
-                with contextlib.suppress(BrokenPipeError):
-                    self._child.stdin.write(line)
-                    self._child.stdin.flush()
-                answer = self._child.stdout.readline()
-            except BaseException:  # an interrupt: what comes next would answer an old request
-                self.end()
-                raise
-            if not answer.endswith(b"\n"):
-                late = self.end() == -signal.SIGXCPU
-                limit = f"{SECONDS} s" if late else f"{BYTES >> 20} MiB"
-                raise ValueError(f"the chat template takes more than {limit}: {_REMEDY}")
-        return json.loads(answer)
+            for _ in range(2):
+                try:
+                    answer = self._answer(source, request)
+                except BaseException:  # an interrupt: what comes next would answer an old request
+                    self.end()
+                    raise
+                if answer.endswith(b"\n"):
+                    return json.loads(answer)
+                code = self.end()
+                if code in (-signal.SIGXCPU, _NO_MEMORY):
+                    limit = f"{SECONDS} s" if code < 0 else f"{BYTES >> 20} MiB"
+                    raise ValueError(f"the chat template takes more than {limit}: {_REMEDY}")
+        raise Ended(
+            f"the process of chat templates was ended from outside twice (exit code {code})"
+        )
+
+    def _answer(self, source: str, request: dict[str, Any]) -> bytes:
+        """The line that the process answers, or less where it has ended."""
+        if self._child is None or self._child.poll() is not None:
+            self.end()
+            self._start()
+        known = source in self._numbers
+        number = self._numbers.setdefault(source, len(self._numbers))
+        request = {**request, "number": number, "source": None if known else source}
+        with contextlib.suppress(BrokenPipeError):
+            self._child.stdin.write(json.dumps(request).encode() + b"\n")
+            self._child.stdin.flush()
+        return self._child.stdout.readline()
 
     def _start(self) -> None:
         path = json.dumps(sys.path)
@@ -56,7 +78,9 @@ class _Process:
         self._child = subprocess.Popen(
             [sys.executable, "-c", code],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            start_new_session=True,
         )  # fmt: skip
+        self._numbers = {}
 
     def end(self) -> int:
         """Ends the process, if there is one; its exit status."""
@@ -81,15 +105,16 @@ atexit.register(_PROCESS.end)
 os.register_at_fork(after_in_child=_PROCESS.__init__)
 
 
-def ask(source: str, marks: tuple[str, str], values: dict[str, Any] | None = None) -> dict:
-    """What a template makes of values; without values, which names it reads.
+def ask(
+    source: str, marks: tuple[str, str], values: Sequence[dict[str, Any]] = ()
+) -> list[dict[str, Any]]:  # fmt: skip
+    """What a template makes of each of `values`; without any, which names it reads.
 
-    marks: written before and behind what stands in `{% generation %}`. The answer has `text`, or
+    marks: written before and behind what stands in `{% generation %}`. An answer has `text`, or
     `variables` (names that it takes from outside) and `words` (all names and strings in it), or
-    `refused`, with `line` where the source is no Jinja. Raises ValueError where it takes too much.
+    `refused`, with `line` where the source is no Jinja. Raises ValueError where one takes too much.
     """
-    request = {"source": source, "marks": marks, "values": values, "seconds": SECONDS}
-    return _PROCESS.ask(request)
+    return _PROCESS.ask(source, {"marks": marks, "values": [*values] or [None], "seconds": SECONDS})
 
 
 # ---- in the process
@@ -99,23 +124,37 @@ def serve() -> None:
     """Answers requests until the input ends."""
     import resource
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent has it too, and ends the input
+    # They are for the process that started this one, which ends the input.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     _, most = resource.getrlimit(resource.RLIMIT_AS)
     limit = BYTES if most == resource.RLIM_INFINITY else min(BYTES, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, most))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    sources: dict[int, str] = {}
+    try:
+        for line in sys.stdin.buffer:
+            request = json.loads(line)
+            number, source = request["number"], request["source"]
+            sources[number] = source = sources[number] if source is None else source
+            answers = []
+            for values in request["values"]:
+                _limit_time(request["seconds"])
+                answers.append(_answer(source, request["marks"], values))
+            sys.stdout.buffer.write(json.dumps(answers).encode() + b"\n")
+            sys.stdout.buffer.flush()
+    except MemoryError:
+        os._exit(_NO_MEMORY)  # nothing can be relied on after it
+
+
+def _limit_time(seconds: int) -> None:
+    """Lets the system end this process when it has taken so much more of a processor."""
+    import resource
+
     _, most = resource.getrlimit(resource.RLIMIT_CPU)
-    for line in sys.stdin.buffer:
-        request = json.loads(line)
-        seconds = int(time.process_time()) + 1 + request.pop("seconds")
-        if most == resource.RLIM_INFINITY or seconds < most:
-            resource.setrlimit(resource.RLIMIT_CPU, (seconds, most))
-        try:
-            answer = json.dumps(_answer(**request))
-        except MemoryError:
-            return  # nothing can be relied on after it
-        sys.stdout.buffer.write(answer.encode() + b"\n")
-        sys.stdout.buffer.flush()
+    end = int(time.process_time()) + 1 + seconds
+    if most == resource.RLIM_INFINITY or end < most:
+        resource.setrlimit(resource.RLIMIT_CPU, (end, most))
 
 
 def _answer(source: str, marks: list[str], values: dict[str, Any] | None) -> dict[str, Any]:

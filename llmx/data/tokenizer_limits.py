@@ -5,6 +5,7 @@ Its tables are as long as the largest id. Its steps run one after another on all
 make a text longer each time.
 """
 
+import json
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -25,7 +26,7 @@ def problem(parsed: Any) -> str:
     """
     if not isinstance(parsed, dict):
         return ""
-    return _id_problem(parsed) or _step_problem(parsed)
+    return _id_problem(parsed) or _step_problem(parsed) or _empty_problem(parsed)
 
 
 def _id_problem(parsed: Mapping[str, Any]) -> str:
@@ -58,6 +59,25 @@ def _step_problem(parsed: Mapping[str, Any]) -> str:
     if sum(1 for _ in _values(parsed.get("post_processor"))) > MAX_PIECES:
         return f"its post_processor has more than {MAX_PIECES:,} values, the most"
     return ""
+
+
+def _empty_problem(parsed: Mapping[str, Any]) -> str:
+    """The library finds a token of no characters everywhere, for ever."""
+    added, steps = parsed.get("added_tokens"), parsed.get("normalizer")
+    tokens = [one for one in added if isinstance(one, dict)] if isinstance(added, list) else []
+    texts = [one.get("content") for one in tokens if one.get("normalized") and steps]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        return ""
+    import tokenizers
+
+    model = {"type": "BPE", "vocab": {}, "merges": []}
+    alone = json.dumps({"version": "1.0", "model": model, "normalizer": steps})
+    try:
+        normalizer = tokenizers.Tokenizer.from_str(alone).normalizer
+    except Exception:  # the library's own; it says so of the whole file
+        return ""
+    empty = [text for text in texts if text and not normalizer.normalize_str(text)]
+    return f"its normalizer leaves nothing of its added token {empty[0]!r}" if empty else ""
 
 
 def _steps(value: Any) -> Iterator[Mapping[str, Any]]:

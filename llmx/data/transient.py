@@ -5,6 +5,7 @@ the exit code is `llmx.runtime.exits.AGAIN`. An error that is raised `from` such
 """
 
 import errno
+import os
 import re
 from collections.abc import Iterator
 
@@ -15,8 +16,12 @@ _NUMBERS = frozenset(
         "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH", "ENOBUFS",
     ) if hasattr(errno, name)
 )  # fmt: skip
-# Codes of TensorStore, and names of errors of the network in packages that are not always there.
+# Codes of TensorStore, jax and gRPC. TensorStore raises errors of Python, with the code first;
+# elsewhere in a text they may be words of the user's.
 _CODES = re.compile(r"\b(UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED)\b")
+_CODE_FIRST = re.compile(rf"{_CODES.pattern}: ")
+_OF_CODES = ("jax", "jaxlib", "tensorstore", "grpc")
+# Names of errors of the network in packages that are not always there.
 _NAMES = re.compile(
     r"ConnectionError|HTTPClientError|ClientConnectionError|ClientPayloadError|TransportError|"
     r"IncompleteRead|ResponseStreamingError|Timeout|ChecksumError|ProtocolError"
@@ -70,7 +75,21 @@ def _is_transient(error: BaseException) -> bool:
         return True
     if any(_NAMES.search(kind.__name__) for kind in type(error).__mro__):
         return True
-    return not isinstance(error, OSError) and bool(_CODES.search(str(error)))
+    return _has_code(error)
+
+
+def _has_code(error: BaseException) -> bool:
+    packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    if packages & {*_OF_CODES}:
+        return bool(_CODES.search(str(error)))
+    is_plain = packages == {"builtins"} and not isinstance(error, OSError)
+    return is_plain and bool(_CODE_FIRST.match(str(error)))
+
+
+def exit_code(error: BaseException, lasting: int = 2) -> int:
+    """Of a command that the error ends, see `llmx.runtime.exits`: AGAIN where it is transient, else
+    `lasting`, by default REFUSED."""
+    return os.EX_TEMPFAIL if is_transient(error) else lasting
 
 
 def problem(what: str, error: BaseException, remedy: str) -> str:
@@ -78,10 +97,10 @@ def problem(what: str, error: BaseException, remedy: str) -> str:
 
     Raises ValueError where the error is transient, since nothing is wrong with the config then.
     """
-    cause = getattr(error, "strerror", None) or error
+    text = _sentence(what, error, remedy)
     if is_transient(error):
-        raise ValueError(f"{what} ({cause}): run again") from error
-    return f"{what} ({cause}): {remedy}"
+        raise ValueError(text) from error
+    return text
 
 
 def stated(what: str, error: Exception) -> str:
@@ -93,5 +112,9 @@ def stated(what: str, error: Exception) -> str:
 
 def refusal(what: str, error: BaseException, remedy: str) -> ValueError:
     """The error to raise from `error`: for a transient one the remedy is to run again."""
+    return ValueError(_sentence(what, error, remedy))
+
+
+def _sentence(what: str, error: BaseException, remedy: str) -> str:
     cause = getattr(error, "strerror", None) or error
-    return ValueError(f"{what} ({cause}): {'run again' if is_transient(error) else remedy}")
+    return f"{what} ({cause}): {'run again' if is_transient(error) else remedy}"

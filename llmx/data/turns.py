@@ -246,3 +246,33 @@ def _tagged(content: Any, mark: str) -> Any:
     if isinstance(content, list) and content and isinstance(content[-1], dict):
         return [*content[:-1], {**content[-1], "text": _tagged(content[-1].get("text"), mark)}]
     return content
+
+
+def num_shared(one: Any, two: Any, begins: tuple[int, int] = (0, 0)) -> int:
+    """Of how many characters from `begins` on two texts are the same, special tokens as a whole."""
+    both = list(zip((one, two), begins, strict=True))
+    first, second = (rendered.text[begin:] for rendered, begin in both)
+    tokens = [
+        {(at - begin, end - begin) for at, end in rendered.special if at >= begin}
+        for rendered, begin in both
+    ]
+    low, high = 0, min(len(first), len(second))
+    while low < high:  # the first `low` are the same, and those behind `high` are not
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    cut = [at for at, end in tokens[0] if at < low < end]
+    return min([low, *cut, *(at for at, _ in tokens[0] ^ tokens[1] if at < low)])
+
+
+def closing(rendered: Any, begin: int, end: int) -> list[tuple[int, int]]:
+    """The special tokens at the end of a range, with nothing but blanks between and behind them."""
+    found = []
+    for first, behind in reversed(rendered.special):
+        if first >= begin and behind <= end:
+            if rendered.text[behind:end].strip():
+                break
+            found, end = [(first, behind), *found], first
+    return found

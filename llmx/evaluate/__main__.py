@@ -20,10 +20,9 @@ import jax
 
 from llmx import config
 from llmx.checkpoint import mirror, resume
-from llmx.config import describe
 from llmx.config import recipe as recipe_lib
 from llmx.data import dataset as data_lib
-from llmx.data import tokenizers
+from llmx.data import tokenizers, transient
 from llmx.evaluate import held_out, multiple_choice, saved_run
 from llmx.model import looked_up
 from llmx.runtime import launch
@@ -59,15 +58,13 @@ def main(argv: list[str] | None = None) -> int:
     # RuntimeError: no checkpoint of the run is good, or the devices have no room for it.
     except (ValueError, RuntimeError, OSError) as error:
         printable.error(error)
-        return describe.failure_code(error)
+        return transient.exit_code(error)
     try:
         if jax.process_index() == 0:
             shown = (
                 json.dumps({**result, "step": step}) if args.json else f"step {step}: {sentence}"
             )
-            print(printable.printable(shown), flush=True)
-    except BrokenPipeError:
-        sys.stdout = None  # the reader has seen enough
+            exits.show(shown)
     except OSError as error:
         printable.error(f"the result cannot be written: {error}")
         return 2

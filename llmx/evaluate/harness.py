@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         from lm_eval.__main__ import cli_evaluate
 
-        from llmx.config import describe
+        from llmx.data import transient
         from llmx.evaluate import harness_model
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("llmx"):
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cli_evaluate()
     except harness_model.Refused as error:
         printable.error(error)
-        return describe.failure_code(error)
+        return transient.exit_code(error)
     except ValueError as error:
         if not _of_arguments(error):
             raise

@@ -25,7 +25,7 @@ import numpy as np
 
 from llmx import sharding
 from llmx.model.ranks import is_within
-from llmx.runtime.bounds import bounded
+from llmx.runtime.bounds import bounded, plain
 from llmx.sharding import trees
 
 RANK = "rank"  # the logical axis
@@ -38,16 +38,20 @@ MODULES = ("attention", "mlp")
 _exact_einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
+_ON = {"adapters.rank": {"not": (0,)}}
+
+
 @dataclasses.dataclass(unsafe_hash=True)
 class AdaptersConfig:
     """What is trained beside frozen parameters."""
 
     rank: int = bounded(0, at_least=0)  # of each adapter; 0 = none: all parameters are trained
-    alpha: float = bounded(16.0, above=0)  # adapters are added with the weight alpha / rank
+    # adapters are added with the weight alpha / rank
+    alpha: float = bounded(16.0, above=0, needs=_ON)
     # share of each adapter's inputs that a training step leaves out
-    dropout: float = bounded(0.0, at_least=0, below=1)
+    dropout: float = bounded(0.0, at_least=0, below=1, needs=_ON)
     # which products have one: a module, "attention", or a product, "attention/query"
-    products: tuple[str, ...] = MODULES
+    products: tuple[str, ...] = plain(MODULES, needs=_ON)
 
     @property
     def scale(self) -> float:

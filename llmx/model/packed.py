@@ -22,11 +22,14 @@ from jax.sharding import PartitionSpec
 from llmx import sharding
 from llmx.model import adapters, quantized
 from llmx.model.quantized import Quantized
-from llmx.runtime.bounds import bounded, choice
+from llmx.runtime.bounds import bounded, choice, plain
 from llmx.sharding import trees
 
 # Of scales: 8 bits of mantissa, so that files in fp16, bf16 and fp32 hold the same numbers.
 SCALE = jnp.dtype(jnp.bfloat16)
+
+
+_ON = {"packed.format": {"not": ("",)}}
 
 
 @dataclasses.dataclass(unsafe_hash=True)
@@ -34,8 +37,9 @@ class PackedConfig:
     """How the weights of products are stored: in a compressed run, which is not trained."""
 
     format: str = choice("", ("", "int8", "int4"))  # of each number; "" = as trained
-    group: int = bounded(0, at_least=0)  # numbers of an input that share a scale; 0 = all
-    symmetric: bool = True  # without a zero point
+    # numbers of an input that share a scale; 0 = all
+    group: int = bounded(0, at_least=0, needs=_ON)
+    symmetric: bool = plain(True, needs=_ON)  # without a zero point
 
     @property
     def bits(self) -> int:

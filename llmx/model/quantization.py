@@ -43,6 +43,10 @@ KERNEL, LOG_STEP = "kernel", "log_step"  # a weight, and beside it the logarithm
 GROUPS = "groups"  # the logical axis
 
 
+_WEIGHTS = {"quantization.bits": {"not": (0,)}}
+_RANGES = {"quantization.activations": (AVERAGE,)}
+
+
 @dataclasses.dataclass(unsafe_hash=True)
 class QuantizationConfig:
     """Quantization-aware training: which integers the weights of layers are trained as."""
@@ -50,14 +54,15 @@ class QuantizationConfig:
     # of the weights of attention and MLPs; 0 = they are not quantized
     bits: int = bounded(0, at_least=2, at_most=8, unless=0, remedy="0 = not quantized")
     # inputs of a weight that share a scale; 0 = all: one scale for each output
-    group: int = bounded(0, at_least=0, remedy="0 = one scale for each output")
+    group: int = bounded(0, at_least=0, remedy="0 = one scale for each output", needs=_WEIGHTS)
     # "largest" = scales from the largest magnitude of what shares one; "learned" = trained (LSQ)
-    scales: str = choice(LARGEST, (LARGEST, LEARNED))
+    scales: str = choice(LARGEST, (LARGEST, LEARNED), needs=_WEIGHTS)
     # int8 inputs of these products: "" = not rounded; "current" = a scale for each token;
     # "average" = one for each product, from a moving average of the largest magnitudes
     activations: str = choice("", ("", CURRENT, AVERAGE))
-    decay: float = bounded(0.99, at_least=0, below=1)  # of that average, per step
-    freeze_after: int = bounded(0, at_least=0)  # steps after which it stays; 0 = never
+    decay: float = bounded(0.99, at_least=0, below=1, needs=_RANGES)  # of that average, per step
+    # steps after which it stays; 0 = never
+    freeze_after: int = bounded(0, at_least=0, needs=_RANGES)
 
     @property
     def learns(self) -> bool:

@@ -25,6 +25,7 @@ from llmx.runtime import exits, printable
 if __name__ == "__main__":
     exits.silent_interrupts()
 
+from llmx.data import transient
 from llmx.pipeline import schedule, simulate
 from llmx.plan import options, schedule_report
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             report, lines = config_report.show(command, args, argv)
     except (ValueError, OSError) as error:
         printable.to_stderr(error)
-        return 2
+        return transient.exit_code(error)
     exits.show(json.dumps(report) if args.json else lines)
     of_machine = args.config is not None and args.machine is not None
     return int(of_machine and not report["memory"]["fits"])

@@ -59,7 +59,11 @@ def show(
         raise ValueError(f"{', '.join(wrong)} without --machine: name one, for example v5p:2x2x2")
     _, config, problems = flags.parse(command, argv)
     problems += apply_flags(args, config)
+    name = config.pipeline.schedule
+    if args.replicate:  # which looks for the stages: the config has none yet
+        config.pipeline.schedule = type(config.pipeline)().schedule
     config = checks.resolve(config, num_devices(args, config), problems=problems)
+    config.pipeline.schedule = name
     if why_not := candidates.of_adapters(config) or candidates.of_latents(config):
         raise ValueError(why_not)
     if number := config.model.num_experts:

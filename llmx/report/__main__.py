@@ -2,8 +2,8 @@
 
     python -m llmx.report runs/a runs/b --output report.html
 
-The runs may still be training, and may be of unequal length. Exit codes: 0, or 2 where a work
-directory or the output is wrong.
+The runs may still be training, and may be of unequal length. Exit codes: 0; 2 where a work
+directory or the output is wrong; 75 where a disk failed.
 """
 
 import argparse
@@ -16,9 +16,9 @@ from llmx.runtime import exits, printable
 if __name__ == "__main__":
     exits.silent_interrupts()
 
-from llmx.data import full_disk
+from llmx.data import full_disk, transient
 from llmx.report import page, runs
-from llmx.runtime import auxiliary, output_paths
+from llmx.runtime import output_paths
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,11 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("workdirs", nargs="+", metavar="WORKDIR", help="of a run")
     command.add_argument("--output", default="report.html", help="the page (default report.html)")
     args = command.parse_args(argv)
-    problems = [*runs.problems(args.workdirs), *output_paths.file_problems("--output", args.output)]
-    if problems:
-        printable.to_stderr("\n".join(problems))
-        return exits.REFUSED
     try:
+        problems = runs.problems(args.workdirs)
+        if problems := [*problems, *output_paths.file_problems("--output", args.output)]:
+            printable.to_stderr("\n".join(problems))
+            return exits.REFUSED
         found = [
             runs.read(workdir, name)
             for workdir, name in zip(args.workdirs, runs.names(args.workdirs), strict=True)
@@ -47,9 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         write = full_disk.names_path(pathlib.Path.write_text)
         write(pathlib.Path(args.output), page.render(found), encoding="utf-8")
     except (ValueError, OSError) as error:
-        text = auxiliary.cause(error) if isinstance(error, OSError) else error
-        printable.error(text)
-        return exits.REFUSED
+        printable.error(error)
+        return transient.exit_code(error)
     for note in (note for run in found for note in run.notes):
         printable.to_stderr(f"warning: {note}")
     exits.show(args.output)

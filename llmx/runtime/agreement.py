@@ -28,6 +28,7 @@ from llmx.runtime import exits, fatal, printable
 LOOK_SECONDS = 0.25  # between looks for refusals; longer with many processes
 BEAT_SECONDS = 1.0
 FAREWELL_SECONDS = 5.0  # a refusing process waits so long for the others to have read it
+CAUSE_SECONDS = 2.0  # an ending process asks so long for a deeper cause: a store may not answer
 EXCHANGE_SECONDS = 3600.0  # the watchdog's limits are shorter
 
 Heartbeat = dict[str, Any]
@@ -82,16 +83,14 @@ class Peers:
       index, count: of this process.
       heartbeat: returns what this process is doing, for `heartbeats`.
       silence: seconds after which a process without heartbeats counts as gone.
-      log: prints a line in any process.
     """
 
     def __init__(
         self, store: Store | None = None, index: int = 0, count: int = 1, *,
         heartbeat: Callable[[], Heartbeat] = dict, silence: float = 30.0,
-        log: Callable[[str], None] = printable.to_stderr,
     ):  # fmt: skip
         self.index, self.count = index, count
-        self._store, self._heartbeat, self._silence, self._log = store, heartbeat, silence, log
+        self._store, self._heartbeat, self._silence = store, heartbeat, silence
         self._over, self._lock = threading.Event(), threading.Lock()
         self._calls: dict[str, int] = {}
         # The exit code and the cause, once this process has refused.
@@ -215,23 +214,23 @@ class Peers:
             time.sleep(60)  # another thread is at it
         faulthandler.cancel_dump_traceback_later()  # of the watchdog
         found: list[tuple[int, str]] = []
-        thread = threading.Thread(target=self._finish, args=(code, found), daemon=True)
-        thread.start()
-        thread.join(FAREWELL_SECONDS)
+        if code == exits.AGAIN and self.causes:
+            _within(CAUSE_SECONDS, lambda: self._find_causes(found))
         code, text = found[0] if found else (code, text)
-        # The last line. Its reader may be gone, or its disk full: the process ends all the same.
-        if text:
-            with contextlib.suppress(OSError, ValueError):
-                self._log(text)
+        _within(FAREWELL_SECONDS, self._finish)
+        if text:  # the last line
+            printable.try_to_stderr(text)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
 
-    def _finish(self, code: int, found: list[tuple[int, str]]) -> None:
-        for cause in self.causes if code == exits.AGAIN else ():
+    def _find_causes(self, found: list[tuple[int, str]]) -> None:
+        for cause in self.causes:
             with contextlib.suppress(Exception):
                 found.extend(filter(None, [cause()]))
+
+    def _finish(self) -> None:
         for ending in reversed(self.endings):
             with contextlib.suppress(Exception):
                 ending()
@@ -368,6 +367,13 @@ class Peers:
                 "from its newest checkpoint"
             )
         return "the processes of the run did not meet"
+
+
+def _within(seconds: float, work: Callable[[], None]) -> None:
+    """Does it in a thread, which is left behind after so long."""
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def _first_line(error: BaseException) -> str:

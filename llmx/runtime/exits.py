@@ -28,9 +28,18 @@ def silent_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def show(text: str) -> None:
-    """Prints to a reader who may have seen enough, as `head`: that is no error."""
+def show(text: str) -> bool:
+    """`show_raw` of a text that may hold controls of others, which are shown."""
+    return show_raw(printable.printable(text))
+
+
+def show_raw(text: str) -> bool:
+    """Prints to a reader who may have seen enough, as `head`: that is no error.
+
+    Whether there is a reader still.
+    """
     try:
-        print(printable.printable(text), flush=True)
+        print(text, flush=True)
     except BrokenPipeError:
         sys.stdout = None  # the interpreter flushes it once more at its end
+    return sys.stdout is not None

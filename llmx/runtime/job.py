@@ -55,8 +55,12 @@ class Job(contextlib.ExitStack):
         """
         self._joined = True
         fatal.explain(self._fail)
-        fail = lambda text: os._exit(exits.AGAIN)  # noqa: E731
-        agreement.explain_abort(lambda: _say(launch.join_problem(config)), fail)
+
+        def fail(text: str) -> None:
+            printable.try_to_stderr(text)
+            os._exit(exits.AGAIN)
+
+        agreement.explain_abort(lambda: launch.join_problem(config), fail)
         launch.start(config)
         store, index, count = launch.store()
         if store is None:
@@ -136,7 +140,7 @@ class Job(contextlib.ExitStack):
 
     def _show_refusal(self) -> None:
         if self._refusal:
-            _say(self._refusal)
+            printable.try_to_stderr(self._refusal)
 
     def _fail(self, code: int, text: str) -> None:
         """Ends all processes of the run now, with `text` as the last line."""
@@ -179,9 +183,3 @@ class Job(contextlib.ExitStack):
                 self.join_by_environment()
             self.may_write()  # where the work directory is gone, that is the cause
             self.peers.crashed(error)
-
-
-def _say(text: str) -> str:
-    with contextlib.suppress(OSError, ValueError):  # nobody reads it, or its disk is full
-        printable.to_stderr(text)
-    return text

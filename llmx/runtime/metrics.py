@@ -134,7 +134,8 @@ class Reporter(contextlib.ExitStack):
         display = {"rich": _LiveLine, "plain": _PlainLines, "off": _Quiet}[progress]
         log = log or functools.partial(print, flush=True)
         self._display = display(log)
-        self._show = Auxiliary("the display", log=_to_stderr)  # stdout: a pipe, or on a full disk
+        # stdout is a pipe, or on a full disk.
+        self._show = Auxiliary("the display", log=printable.try_to_stderr)
         # The last is closed first: the worker ends before the event file that it writes, and the
         # display before them, so that their warnings stay.
         self._records = self._open(
@@ -333,11 +334,6 @@ def _plain_numbers(value: float | Sequence[float]) -> float | list[float | None]
     if not isinstance(value, Sequence):
         return float(value)
     return [float(f"{each:.6g}") if math.isfinite(each) else None for each in value]
-
-
-def _to_stderr(text: str):
-    with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
-        printable.to_stderr(text)
 
 
 def _scalar_pieces(scalars: dict[str, float]) -> list[str]:

@@ -1,5 +1,6 @@
 """What is wrong with a path that a command is asked to write to, said before it works for long."""
 
+import contextlib
 import os
 import pathlib
 from collections.abc import Collection
@@ -48,13 +49,17 @@ def require_new(
 ) -> None:  # fmt: skip
     """Raises ValueError where something is in a folder that is to be made.
 
-    last: the file that is written last; without it what `UNFINISHED` marks is nothing. besides:
-    names of what may be there.
+    last: the file that is written last; without it what `UNFINISHED` marks is nothing. With it a
+    marked folder is complete, killed just then: it loses the mark. besides: names of what may be
+    there.
     """
     if not os.path.lexists(folder):
         return
     if folder.is_dir() and may_be_filled([path.name for path in folder.iterdir()], last, besides):
         return
+    if last and folder.is_dir() and (folder / last).exists():
+        with contextlib.suppress(OSError):
+            (folder / UNFINISHED).unlink(missing_ok=True)
     raise ValueError(f"{folder} exists and is not empty: {remedy}")
 
 

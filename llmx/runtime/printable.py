@@ -4,9 +4,12 @@ A terminal obeys what begins with an escape character: it moves the cursor, writ
 changes titles, and some can be made to type. Such characters are shown as `repr` shows them.
 """
 
+import contextlib
 import re
 import sys
 from typing import TextIO
+
+from llmx.runtime import causes
 
 # All control characters but tab and line feed, what turns the direction of writing, and halves of
 # characters, which no stream can encode.
@@ -23,9 +26,15 @@ def to_stderr(text: object) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
+def try_to_stderr(text: object) -> None:
+    """`to_stderr`, also where nobody reads it or its disk is full."""
+    with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+        to_stderr(text)
+
+
 def error(text: object) -> None:
     """Prints what ended a command, to standard error."""
-    to_stderr(f"error: {text}")
+    to_stderr(f"error: {causes.stated(text)}")
 
 
 def on(stream: TextIO, text: str) -> str:

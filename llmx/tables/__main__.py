@@ -15,7 +15,7 @@ import pathlib
 import sys
 from collections.abc import Mapping
 
-from llmx.data import remote
+from llmx.data import remote, transient
 from llmx.runtime import exits, output_paths, printable
 
 if __name__ == "__main__":
@@ -134,19 +134,20 @@ def _shown(stored: Mapping[str, int]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0 done, 2 the input is wrong, 74 it cannot be written, 130 after Ctrl-C."""
+    """Exit code: 0 done, 2 the input is wrong, 74 it cannot be written, 75 a disk or a store
+    failed, 130 after Ctrl-C."""
     args = make_parser().parse_args(argv)
     os.environ["JAX_PLATFORMS"] = "cpu"
     try:
-        print({"export": export, "merge": merge, "verify": verify}[args.command](args))
+        exits.show({"export": export, "merge": merge, "verify": verify}[args.command](args))
         return exits.DONE
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError) as error:
         printable.error(error)
-        return exits.REFUSED
+        return transient.exit_code(error)
     except OSError as error:
         printable.error(error)
-        return exits.UNSAVED
+        return transient.exit_code(error, exits.UNSAVED)
     except KeyboardInterrupt:  # what was written is removed
         print("interrupted: run the same command again", file=sys.stderr)
         return exits.INTERRUPTED

@@ -47,6 +47,18 @@ def test_a_save_in_time_ends_nothing():
     assert not ended  # the run has ended its own way
 
 
+def test_what_comes_after_the_save_has_what_is_left():
+    limit = grace.GraceLimit(5.0, process=1, newest=lambda: "none", end=print)
+    assert limit.left() is None
+    limit.start(time.monotonic() - 3)
+    limit.cancel()
+    assert 1 < limit.left() <= 2
+    late = grace.GraceLimit(5.0, process=1, newest=lambda: "none", end=print)
+    late.cancel()
+    late.start(time.monotonic() - 9)  # the signal comes when all is saved
+    assert late.left() == 0
+
+
 def test_process_0_ends_last():
     ended = []
     for process in (0, 1):

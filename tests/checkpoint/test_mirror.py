@@ -9,7 +9,7 @@ import time
 import pytest
 from support import memory_store
 
-from llmx.checkpoint import directory, mirror
+from llmx.checkpoint import directory, grace, mirror
 from llmx.data import remote, transient
 from llmx.runtime import exits
 
@@ -290,7 +290,12 @@ def test_a_slow_store_is_not_waited_for(tmp_path, store, monkeypatch):
             assert time.monotonic() < deadline
         time.sleep(0.1)
     assert "memory://bucket/run has not taken checkpoint 4 yet, since " in lines[-1]
-    assert run.end(exits.DONE, 0.2) == exits.AGAIN
+    limit = grace.GraceLimit(0.3, process=0, newest=lambda: "none", end=lines.append)
+    limit.cancel()  # all is saved
+    signal_comes, began = threading.Timer(0.3, limit.start), time.monotonic()
+    signal_comes.start()
+    assert run.end(exits.DONE, limit.left) == exits.AGAIN
+    assert 0.6 <= time.monotonic() - began < 20 and limit.left() == 0
     assert "all is in" in lines[-1] and directory.steps(tmp_path / "a" / "checkpoints") == [
         4,
         8,
@@ -299,11 +304,108 @@ def test_a_slow_store_is_not_waited_for(tmp_path, store, monkeypatch):
     monkeypatch.setattr(mirror, "QUIET_SECONDS", 0.2)
     assert run.end(exits.DONE) == exits.AGAIN
     for code in (exits.STOPPED, exits.INTERRUPTED, exits.AGAIN):
-        assert run.end(code, 0.0) == code
+        assert run.end(code, limit.left) == code
     monkeypatch.setattr(mirror, "QUIET_SECONDS", 60.0)
     go_on.set()
     assert run.end(exits.DONE) == exits.DONE
     assert order == ["4", "12", "8"] and lines[-1] == f"uploaded to {URL}"
+
+
+def steps_in(files):
+    return {name.split("/")[1] for name in objects(files) if name.endswith(directory.MARKER)}
+
+
+def of_several(folder):
+    """Process 0 of several, as it begins, and its saves: the store gets all, the disk no arrays."""
+    remote.write_bytes(f"{URL}/owner.json", b"{}")
+    run = mirror.Mirror(URL, folder, log=lambda line: None, launch="f00d")
+    run.pull()
+
+    def save(step, between=lambda: None):
+        run.place.prepare(step)
+        remote.write_bytes(f"{URL}/checkpoints/{step}/state/d/array", b"%d" % step)
+        run.place.publish(step)
+        between()
+        root = folder / "checkpoints"
+        (directory.unfinished_path(root, step) / "state").mkdir(parents=True)
+        directory.commit(root, step)
+
+    return run, save
+
+
+def test_a_checkpoint_of_several_processes_is_not_touched_by_uploads(tmp_path, store):
+    """Its arrays are in the store alone, before and after its folder here has its name."""
+    run, save = of_several(tmp_path / "a")
+    saved = run.pushing(lambda step: None)
+    save(4)
+    saved(4)
+    save(8, between=run.push)
+    before = objects(store)
+    run.push()
+    assert steps_in(store) == {"4", "8"} and objects(store) == before
+    assert before["checkpoints/8/state/d/array"] == b"8"
+    directory.start_removing(tmp_path / "a" / "checkpoints", "4").join()
+    assert run.end(exits.DONE) == exits.DONE  # which asks, as a save does at its end
+    assert not any(name.startswith("checkpoints/4/") for name in objects(store))
+    assert objects(store)["checkpoints/8/state/d/array"] == b"8"
+
+
+def test_a_checkpoint_that_is_saved_anew_is_not_removed_meanwhile(tmp_path, store, monkeypatch):
+    run, save = of_several(tmp_path / "a")
+    for step in (4, 8):
+        save(step)
+    directory.set_aside(tmp_path / "a" / "checkpoints", 8, "replaced")
+    run._note_pruned()
+    listed = []
+
+    def find(url):  # between the list of the old one's files and their removal
+        names = original(url)
+        if url.endswith("/8") and not listed:
+            listed.append(url)
+            save(8)
+        return names
+
+    original = remote.find
+    monkeypatch.setattr(remote, "find", find)
+    run.push()
+    run.push()
+    assert listed and steps_in(store) == {"4", "8"}
+    assert objects(store)["checkpoints/8/state/d/array"] == b"8"
+
+
+def test_a_checkpoint_that_is_made_anew_is_uploaded_anew(tmp_path, store):
+    run, folder = started(tmp_path / "a"), tmp_path / "a" / "checkpoints"
+    saved = run.pushing(lambda step: None)
+    for step in (4, 8):
+        checkpoint(tmp_path / "a", step)
+    run.push()
+    directory.set_aside(folder, 8, "replaced")
+    checkpoint(tmp_path / "a", 8)
+    (folder / "8" / "state" / "d" / "array").write_bytes(b"anew")
+    saved(8)
+    assert run.end(exits.DONE) == exits.DONE
+    assert objects(store)["checkpoints/8/state/d/array"] == b"anew"
+    assert steps_in(store) == {"4", "8"}
+
+
+def test_a_slow_store_is_pruned(tmp_path, store, monkeypatch):
+    """Each time that a newer checkpoint has arrived, though others are missing still; not before,
+    for then the store would hold none."""
+    run, folder, seen = started(tmp_path / "a"), tmp_path / "a" / "checkpoints", []
+    checkpoint(tmp_path / "a", 4)
+    run.push()
+    directory.start_removing(folder, "4").join()
+    checkpoint(tmp_path / "a", 8)
+    checkpoint(tmp_path / "a", 12)
+    original = remote.upload_folder
+
+    def upload(source, url, **options):
+        seen.append((url.rsplit("/", 1)[1], steps_in(store)))
+        original(source, url, **options)
+
+    monkeypatch.setattr(remote, "upload_folder", upload)
+    run.push()
+    assert seen == [("12", {"4"}), ("8", {"12"})] and steps_in(store) == {"8", "12"}
 
 
 def test_a_failed_upload_is_told_and_tried_again(tmp_path, store, monkeypatch):

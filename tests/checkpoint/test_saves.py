@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from llmx.checkpoint import checkpointer, checksums, places, writer
 from llmx.checkpoint import directory as directories
 from llmx.checkpoint.checkpointer import CheckpointConfig, Checkpointer
+from llmx.runtime import output_paths
 
 ROOT = Path(__file__).parents[2]
 
@@ -488,3 +489,22 @@ def test_a_save_that_takes_long_is_not_waited_for(tmp_path, monkeypatch):
         go_on.set()
         assert checkpoints.save(18, state, meta={}, wait=True)
         assert checkpoints.steps() == [8, 18]
+
+
+def test_a_folder_is_filled_by_one_process_at_a_time(tmp_path):
+    folder = tmp_path / "out"
+    with writer.filling(folder, last="last"):
+        (folder / "first").write_text("1")
+        refused = pytest.raises(ValueError, match=r"another process is writing .*out: wait")
+        with refused, writer.filling(folder, last="last"):
+            pass
+        (folder / "last").write_text("2")
+    assert names(folder) == ["first", "last"]
+
+
+def test_a_folder_that_is_complete_keeps_its_files_and_loses_its_mark(tmp_path):
+    for name in ("last", output_paths.UNFINISHED):
+        (tmp_path / name).touch()
+    with pytest.raises(ValueError, match="not empty"), writer.filling(tmp_path, last="last"):
+        pass
+    assert names(tmp_path) == ["last"]

@@ -1,6 +1,8 @@
 """Data: order, packing, split, formats, errors, the command, against plain Python references."""
 
 import collections
+import errno
+import io
 import itertools
 import json
 import os
@@ -1020,3 +1022,17 @@ def test_windows_are_read_without_copying_the_corpus(tmp_path, written):
     windows = packing.Windows(opened, part, sequence_length=4, one_document_per_row=False)
     assert windows.num_windows == -(-(int(opened.lengths[0]) - 1) // 4)
     assert os.path.getsize(written / "shard-00000.tokens") == opened.tokens[0].nbytes
+
+
+def test_a_reader_who_has_seen_enough_is_no_error(tmp_path, monkeypatch):
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+    (tmp_path / "read.txt").write_text("some words " * 10)
+    source, out = ["--source", f"{tmp_path}/read.txt"], f"{tmp_path}/out"
+    write = [*source, "--output", out]
+    for flags in ([*source, "--preview", "24"], write, write, ["--verify", out]):
+        monkeypatch.setattr(sys, "stdout", Closed())
+        assert command.main(flags) == 0
+        assert sys.stdout is None

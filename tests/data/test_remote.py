@@ -1,7 +1,10 @@
 """URLs in place of local paths: what each command does with them, and what they need."""
 
 import collections
+import hashlib
 import importlib.util
+import json
+import os
 import pathlib
 import re
 import sys
@@ -11,7 +14,16 @@ from support import data_formats as formats
 from support import memory_store
 
 from llmx.data import __main__ as command
-from llmx.data import build, dataset, documents, remote, shards, sources, tokenizers
+from llmx.data import (
+    build,
+    dataset,
+    documents,
+    remote,
+    shards,
+    sources,
+    tokenizers,
+    transient,
+)
 
 COMMANDS = {
     "train": ["train", "--config", "configs/quickstart.py", "--workdir", "URL"],
@@ -298,3 +310,67 @@ def test_another_machine_continues_shards_to_the_same_bytes(tmp_path, store, mac
     assert machines("b", *source, "--output", "memory://b/out") == 0
     assert written[3] == "shard-00002"  # it went on, and did not begin again
     assert memory_store.objects(store, "b/out") == local
+
+
+@pytest.mark.parametrize("damage", [b"", b'{"a.txt": [1, 2', b"[1]", b"\xff\xfe"])
+def test_a_damaged_list_of_what_was_copied_is_no_list(tmp_path, store, damage):
+    """As where the machine went down while it was written: it is copied anew."""
+    remote.write_bytes("memory://b/run/a.txt", b"of the store")
+    target = tmp_path / "copy"
+    remote.fetch("memory://b/run", target)
+    target.with_name("copy.json").write_bytes(damage)
+    (target / "a.txt").write_bytes(b"changed here")
+    remote.fetch("memory://b/run", target)
+    assert (target / "a.txt").read_bytes() == b"of the store"
+    assert json.loads(target.with_name("copy.json").read_bytes()).keys() == {"a.txt"}
+
+
+def test_the_list_of_what_was_copied_is_whole_wherever_a_copy_is_cut_off(
+    tmp_path, store, monkeypatch
+):
+    for name in ("a.txt", "b.txt"):
+        remote.write_bytes(f"memory://b/run/{name}", b"x" * 1000)
+    target, original = tmp_path / "copy", os.replace
+
+    def replace(source, to):
+        if str(to).endswith("copy.json") and target.with_name("copy.json").exists():
+            raise KeyboardInterrupt  # the second list is written, and not yet in its place
+        original(source, to)
+
+    monkeypatch.setattr(os, "replace", replace)
+    with pytest.raises(KeyboardInterrupt):
+        remote.fetch("memory://b/run", target)
+    assert json.loads(target.with_name("copy.json").read_bytes()).keys() == {"a.txt"}
+
+
+@pytest.mark.parametrize(
+    ("given", "reads"),
+    [
+        ([b"right"], 1), ([b"wrong", b"right"], 2), ([b"other", b"other"], 2),
+        ([b"short"[:3], b"other", b"other"], 3), ([b"one  ", b"two  ", b"three"], 0),
+    ],
+)  # fmt: skip
+def test_an_etag_that_is_no_md5(tmp_path, monkeypatch, capsys, given, reads):
+    """It may look like one: what is read twice alike is the content."""
+    calls = []
+
+    class Store:
+        def get_file(self, source, target):
+            pathlib.Path(target).write_bytes(given[len(calls)])
+            calls.append(source)
+
+        def call_s3(self, *_, **__):
+            return {}
+
+    monkeypatch.setattr(remote, "_of", lambda url: (Store(), url))
+    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
+    state = remote.Status(5, 1, hashlib.md5(b"right", usedforsecurity=False).hexdigest())
+    target = tmp_path / "copy"
+    if not reads:
+        with pytest.raises(transient.Transient, match="3 times"):
+            remote._copy("s3://b/x", state, target)
+        return
+    remote._copy("s3://b/x", state, target)
+    assert len(calls) == reads and target.read_bytes() == given[-1]
+    told = "the ETag of s3://b/x is not the MD5" in capsys.readouterr().err
+    assert told == (given[-1] != b"right")

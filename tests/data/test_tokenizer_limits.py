@@ -60,6 +60,12 @@ def with_id(parsed, number):
                                               "sep": ["b", 1]}), "the token id 1,000,000,000"),
     (lambda file: file.update(post_processor={"type": "BertProcessing", "cls": ["a", 5000],
                                               "sep": ["b", 1]}), "puts the token id 5000 around"),
+    # The library does not come back from the first text.
+    (lambda file: file.update(
+        normalizer={"type": "Strip", "strip_left": True, "strip_right": True},
+        added_tokens=[{"id": 0, "content": "\n", "single_word": False, "lstrip": False,
+                       "rstrip": False, "normalized": True, "special": False}]),
+     r"its normalizer leaves nothing of its added token '\\n'"),
 ])  # fmt: skip
 def test_files_that_ask_for_too_much(tmp_path, change, said):
     folder = small_tokenizers.write(tmp_path, "byte_level")

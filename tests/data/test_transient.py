@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 
+import jax
 import pytest
 
 from llmx.checkpoint import manifest, restore
@@ -41,6 +42,8 @@ TRANSIENT = [
     ClientError("BadDigest", 400),
     ReadTimeoutError(),
     RuntimeError("UNAVAILABLE: no answer"),
+    ValueError("ABORTED: the generation has changed"),  # as TensorStore's
+    jax.errors.JaxRuntimeError("collective: DEADLINE_EXCEEDED: no word"),
     transient.Transient("cut"),
 ]
 LASTING = [
@@ -51,6 +54,10 @@ LASTING = [
     ClientError("AccessDenied", 403),
     ClientError("NoSuchBucket", 404),
     ValueError("malformed"),
+    ValueError("a.jsonl:1: role 'UNAVAILABLE' is none of user, assistant"),
+    ValueError("a.jsonl:1: ORDER ABORTED: no column"),
+    KeyError("DEADLINE_EXCEEDED"),
+    manifest.Corrupt("UNAVAILABLE: is the name of a leaf"),
 ]
 
 
@@ -191,6 +198,17 @@ def test_the_command_says_whether_to_run_again(tmp_path, monkeypatch, capsys, nu
     assert str(path) in said and ("run again" in said) == (code == exits.AGAIN)
 
 
+def test_words_of_a_source_are_no_codes(tmp_path, capsys):
+    path = tmp_path / "a.jsonl"
+    messages = [{"role": "UNAVAILABLE", "content": "ORDER ABORTED"}]
+    path.write_text(json.dumps({"messages": messages}) + "\n")
+    template = tmp_path / "a.jinja"
+    template.write_text("{{ raise_exception('no such role: ' + messages[0].role) }}")
+    command_line = ["--source", str(path), "--format", "chat", "--chat-template", str(template)]
+    assert command.main([*command_line, "--output", str(tmp_path / "out")]) == exits.REFUSED
+    assert "UNAVAILABLE" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
 def test_tables_that_cannot_be_read_are_not_damaged(tmp_path, monkeypatch, suffix):
     import pyarrow
@@ -260,16 +278,22 @@ def test_a_checkpoint_on_a_failing_disk_is_not_corrupt(error, kind):
     )  # fmt: skip
 
 
-COMMANDS = ("generate", "evaluate.__main__", "convert", "compress.__main__")
+COMMANDS = (
+    "generate", "evaluate.__main__", "convert", "compress.__main__", "checkpoint.__main__",
+    "tables.__main__", "report.__main__", "config.history", "metrics",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("module", COMMANDS)
 def test_commands_that_read_a_run_say_whether_to_run_again(tmp_path, monkeypatch, capsys, module):
     """The store of a run does not answer: exit code 75, not that of wrong input."""
     command = importlib.import_module(f"llmx.{module}")
+    run = str(tmp_path / "run")
     options = {
         "generate": ["--prompt", "a"], "convert": ["--to-hf", f"{tmp_path}/out"],
         "compress.__main__": ["--recipe", "configs/compress_quickstart.py", "--output", "out"],
+        "checkpoint.__main__": ["ls", run], "report.__main__": [run], "config.history": [run],
+        "metrics": [run], "tables.__main__": ["export", "--workdir", run, "--output", "out"],
     }  # fmt: skip
 
     def unanswered(path, *rest, **others):
@@ -279,5 +303,20 @@ def test_commands_that_read_a_run_say_whether_to_run_again(tmp_path, monkeypatch
     monkeypatch.setattr("llmx.compress.command.compress", unanswered)
     monkeypatch.setattr("llmx.config.load_run", unanswered)
     monkeypatch.setattr("llmx.config.load_run_with_tables", unanswered)
-    arguments = ["--workdir", str(tmp_path / "run"), *options.get(module, [])]
-    assert command.main(arguments) == exits.AGAIN, capsys.readouterr().err
+    monkeypatch.setattr("llmx.report.runs.problems", unanswered)
+    monkeypatch.setattr("llmx.tables.__main__.export", unanswered)
+    arguments = options.get(module, [])
+    if run not in arguments:
+        arguments = ["--workdir", run, *arguments]
+    monkeypatch.setattr("sys.argv", [module, *arguments])
+    try:
+        code = command.main() if module == "metrics" else command.main(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    assert code == exits.AGAIN and "cannot be read" in capsys.readouterr().err
+
+
+def test_exit_codes_of_commands():
+    assert transient.exit_code(OSError(errno.EIO, "failed")) == exits.AGAIN
+    assert transient.exit_code(ValueError("malformed")) == exits.REFUSED
+    assert transient.exit_code(OSError(errno.ENOSPC, "full"), exits.UNSAVED) == exits.UNSAVED

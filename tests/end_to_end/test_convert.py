@@ -135,8 +135,10 @@ def test_what_learned_to_end_its_turns_ends_there(format, generation, tmp_path, 
     assert generate.main(text) == 0
     assert f"{5 if format == 'text' else 0} tokens added" in "".join(capsys.readouterr())
     assert convert.main([*flags, "--to-gguf", str(tmp_path / "out.gguf")]) == 0
-    field = gguf.GGUFReader(tmp_path / "out.gguf").get_field("tokenizer.ggml.eot_token_id")
-    assert (field and field.contents()) == (None if format == "text" else turn)
+    reader = gguf.GGUFReader(tmp_path / "out.gguf")
+    fields = [reader.get_field(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
+    ends = {field.contents() for field in fields if field}
+    assert last in ends and (turn in ends) == (format != "text")
 
 
 def test_bytes_are_a_tokenizer_elsewhere(tmp_path):
@@ -234,6 +236,28 @@ def test_a_killed_export_or_import_is_made_again(tmp_path, capsys):
         assert convert.main(command) == 2  # what is complete stays, marked or not
         (folder / output_paths.UNFINISHED).touch()
         assert convert.main(command) == 2
+        assert "is not empty" in capsys.readouterr().err
+        assert not (folder / output_paths.UNFINISHED).exists()
+
+
+def test_a_complete_export_to_a_store_loses_its_mark_and_one_that_is_written_stays(
+    tmp_path, capsys
+):
+    write_run(tmp_path)
+    command, mark = ["--workdir", f"{tmp_path}", "--to-hf", "memory://bucket/hf"], "/bucket/hf/"
+    mark += output_paths.UNFINISHED
+    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    record = ownership.own_record(60.0)
+    record |= {"pid": other.pid, "process_start": ownership.process_start(other.pid)}
+    with memory_store.emptied() as files:
+        files.pipe_file(mark, json.dumps(record).encode())
+        assert convert.main(command) == 2
+        assert f"being written by process {other.pid}: wait" in capsys.readouterr().err
+        assert files.exists(mark)
+        other.communicate()
+        assert convert.main(command) == 0 and not files.exists(mark)
+        files.pipe_file(mark, json.dumps(record).encode())
+        assert convert.main(command) == 2 and not files.exists(mark)
         assert "is not empty" in capsys.readouterr().err
 
 

@@ -37,7 +37,7 @@ def get_config():
     run.batch.size, run.batch.sequence_length = 8, 32
     run.optimizer.warmup_steps, run.optimizer.learning_rate = 2, 1e-2
     run.checkpoint.every, run.evaluation.every, run.evaluation.batches = 2, 6, 2
-    run.profile.num_steps, run.sample.max_tokens = 2, 8
+    run.sample.max_tokens = 8
     run.metrics.log_every, run.metrics.progress = 1, "plain"
     run.data.sources = ({source!r},)
     run.data.cache_dir = {cache!r}
@@ -46,7 +46,9 @@ def get_config():
 
 
 # A profile and a sample take a quarter of a run's time.
-EVERYTHING = ("--config.profile.first_step=3", "--config.sample.prompt=def ")
+EVERYTHING = (
+    "--config.profile.first_step=3", "--config.profile.num_steps=2", "--config.sample.prompt=def ",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -98,10 +98,10 @@ def test_gradients_that_are_there_at_the_loss():
 
 def test_periods_of_several_kinds_make_their_gradients_behind_the_loss():
     keys = dict(
-        mesh__data=8, sharding__layout="ddp", model__num_layers=8, model__window=128,
+        mesh__data=8, sharding__layout="ddp", model__num_layers=8,
         loss__chunks=4, batch__size=32,
     )  # fmt: skip
-    local = dict(model__layer_pattern=("local", "global"))
+    local = dict(model__layer_pattern=("local", "global"), model__window=128)
     assert _at_the_loss(True, **keys, **local, batch__accumulation=2)[0] == 0
     assert _at_the_loss(True, **keys, **local)[0] > 0
     assert _at_the_loss(True, **keys, batch__accumulation=2)[0] > 0
@@ -532,7 +532,8 @@ def test_attention_through_memory_is_said_to_be_uncertain():
 
 def test_without_a_sequence_axis_ulysses_splits_nothing():
     def times(ulysses):
-        run = _run(mesh__fsdp=8, attention__ulysses=ulysses, data__pack=False)
+        run = _run(mesh__fsdp=8, data__pack=False)
+        run.attention.ulysses = ulysses  # which a config may not set here
         return step_time.of(run, machines.parse("h100:8")).step
 
     assert times(2) == times(1)

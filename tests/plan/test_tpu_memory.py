@@ -90,7 +90,7 @@ def test_results_of_attention_are_saved_with_positions_last():
     assert of_heads("none") >= 2 * 128
     split = dict(mesh__fsdp=4, mesh__sequence=2)
     assert of_heads("names", **split) == pytest.approx(2 * 128, rel=0.05)
-    learned = dict(model=dict(positions="learned"))
+    learned = dict(model=dict(positions="learned", rope_theta=families.ModelConfig().rope_theta))
     assert of_heads("names", **learned) == pytest.approx(2 * 128, rel=0.05)
 
 

@@ -164,6 +164,22 @@ def test_a_signal_before_the_first_step_ends_at_once_and_says_so(number, code):
     assert "released" in said  # the work directory
 
 
+def test_a_cause_that_does_not_answer_keeps_no_ending_from_running():
+    """As where the store that holds the lease is down."""
+    child = run_python("""
+        import time
+        from llmx.runtime import exits
+        from llmx.runtime.job import Job
+        with Job(log=print) as job:
+            job.peers.causes.append(lambda: time.sleep(60))
+            job.peers.endings.append(lambda: print("released", flush=True))
+            job.peers.end(exits.AGAIN, "the cause that is known")
+    """)
+    said = child.communicate(timeout=50)[0]
+    assert child.returncode == exits.AGAIN, said
+    assert "released" in said and said.splitlines()[-1] == "the cause that is known"
+
+
 def test_a_process_ends_where_nobody_reads_its_log():
     child = run_python(
         """

@@ -1,6 +1,7 @@
 """Control characters in the text of others: shown, never sent to a terminal."""
 
 import ast
+import errno
 import io
 import json
 import os
@@ -101,3 +102,18 @@ def test_a_command_on_a_terminal(tmp_path, kind):
         "--chat-template", str(tmp_path / "t.jinja"),
     )  # fmt: skip
     assert b"\x1b" not in found and b"\\x1b" in found
+
+
+def test_a_last_line_that_nobody_can_read_is_no_error(monkeypatch, capsys):
+    class Full(io.StringIO):
+        def write(self, text):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    closed = io.StringIO()
+    closed.close()
+    for stream in (Full(), closed):
+        monkeypatch.setattr(sys, "stderr", stream)
+        printable.try_to_stderr("text")
+    monkeypatch.undo()
+    printable.try_to_stderr("\x1b[2J")
+    assert capsys.readouterr().err == "\\x1b[2J\n"

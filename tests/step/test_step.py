@@ -12,7 +12,7 @@ from llmx import sharding
 from llmx.contract import Gradients
 from llmx.model import decoder
 from llmx.runtime import bounds
-from llmx.step import gradients, guard
+from llmx.step import gradients, guard, optimizers
 
 # fp32 with sums in another order.
 TOLERANCE = 1e-5
@@ -35,10 +35,14 @@ DOWN = "blocks/mlp/down/kernel"
 
 @functools.cache
 def make_recipe(mesh_name: str, layout: str = "zero3", **keys):
+    if keys.get("guard__on_bad_step") == "skip":
+        keys = dict(guard__patience=3) | keys
+    if keys.get("optimizer__name") == "lion":  # which has no epsilon
+        keys = dict(optimizer__eps=optimizers.OptimizerConfig().eps) | keys
     return runs.make_recipe(
         runs.make_config(
             "llama3", model=MODEL, mesh=MESHES[mesh_name], batch__size=BATCH,
-            batch__sequence_length=LENGTH, sharding__layout=layout, guard__patience=3,
+            batch__sequence_length=LENGTH, sharding__layout=layout,
             **dict(steps=100) | OPTIMIZER | keys,
         )
     )  # fmt: skip

@@ -90,7 +90,7 @@ def write(arguments: argparse.Namespace, config: config_lib.RecordsConfig) -> No
 
 def _show(opened: shards.RecordShards) -> None:
     share = opened.num_clicks / opened.num_records
-    print(
+    exits.show(
         f"{opened.folder}: {opened.num_records:,} records, {share:.1%} clicks, "
         f"{len(opened.schema.dense)} numbers, {len(opened.schema.features)} features, "
         f"{len(opened.records)} shards"
@@ -113,7 +113,7 @@ def main(argv: list[str] | None = None) -> int:
         write(arguments, config)
     except (ValueError, OSError) as error:
         printable.error(error)
-        return exits.AGAIN if transient.is_transient(error) else exits.REFUSED
+        return transient.exit_code(error)
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)
         return 130

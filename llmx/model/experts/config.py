@@ -23,14 +23,16 @@ class ExpertsConfig:
     # dropped (GShard) | "dense": each expert computes each token, the plain computation for tests
     dispatch: str = choice(DROPLESS, (DROPLESS, CAPACITY, DENSE))
     # capacity: what an expert takes of one row of tokens, as a multiple of its share
-    capacity: float = bounded(1.25, above=0)
+    capacity: float = bounded(1.25, above=0, needs={"experts.dispatch": (CAPACITY,)})
     # Over `expert`: what a device sends to each other one at a time, as a multiple of its share.
     # What does not fit is sent in further rounds: nothing is dropped.
-    buffer: float = bounded(1.5, above=0)
+    buffer: float = bounded(
+        1.5, above=0, needs={"experts.dispatch": {"not": (DENSE,)}, "mesh.expert": {"not": (1,)}}
+    )
     # "sequence" | "batch" | "none": whose loads the balance loss is of
     balance: str = choice(SEQUENCE, (SEQUENCE, BATCH, NONE))
     # of the balance loss, which is 1 where loads are equal
-    balance_weight: float = bounded(0.01, at_least=0)
+    balance_weight: float = bounded(0.01, at_least=0, needs={"experts.balance": (SEQUENCE, BATCH)})
     z_weight: float = bounded(0.0, at_least=0)  # of the router's z-loss, log(Z)^2
     # > 0: after each step the bias by which experts are chosen moves by this much towards equal
     # loads, without a loss (DeepSeek-V3; there 0.001)

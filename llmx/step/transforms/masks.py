@@ -231,7 +231,7 @@ class _Masks:
             counts = jnp.sum(~mask, axis=tuple(range(1, mask.ndim)), dtype=jnp.uint32)
             pruned += jnp.sum(jnp.where(filled[name], counts, 0).astype(jnp.float32))
             total += int(filled[name].sum()) * math.prod(mask.shape[1:])
-        return pruned / total
+        return pruned / float(total)  # which may be above the largest int32
 
     def refreshed(self, own: Pruning) -> Pruning:
         share = _auto(self.share_of, own.sparsity)(trees.named(own.masks))
