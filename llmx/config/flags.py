@@ -149,6 +149,7 @@ def _override(
             f"makes as {made!r} ({why_not}): use families.preset({config.model.family!r}, ...) in "
             "a config file, which also sets what that has"
         )
+        config.model.family = made
     return problems
 
 

@@ -243,9 +243,8 @@ class FileTokenizer(Tokenizer):
         tokenizer.add_special_tokens([before.get(end, end)])
         tokenizer.add_tokens(tokens)
         tokenizer.add_special_tokens([_added(tokenizer)[end]])
-        now = _added(tokenizer)
-        no_longer = [text for text in before if before[text].special and not now[text].special]
-        if no_longer:  # the library keeps what was special once apart from text, until it is read
+        if _rules(before, _added(tokenizer), ()).get("in_text"):
+            # The library keeps what was special once apart from text, until it is read anew.
             self._tokenizer = tokenizer = tokenizer.from_str(tokenizer.to_str())
         tokenizer.encode_special_tokens = True
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
@@ -275,14 +274,7 @@ class FileTokenizer(Tokenizer):
         self._plain, leaks = tokenizer, self._leaks()
         if leaks:
             self._plain = self._sealed[0]
-        ordinary = {text for text, token in before.items() if not token.special}
-        changed = [flags[text] for text in before if flags[text] != _flags(before[text])]
-        rules = {
-            "as_characters": ordinary & self.special.keys(), "sealed": leaks,
-            "in_text": no_longer,
-            "flags": [found for found in changed if found[0] not in self.special],
-        }  # fmt: skip
-        self.rules = {key: sorted(value) for key, value in rules.items() if value}
+        self.rules = _rules(before, _added(tokenizer), leaks)
         self._use(files or {}, settings)
 
     def _leaks(self) -> list[str]:
@@ -420,6 +412,23 @@ def _added(tokenizer) -> dict[str, Any]:
 def _flags(token) -> list[str]:
     """The text of an added token, and the flags by which it is found that it has."""
     return [token.content, *(name for name in tokenizer_files.FLAGS[:-1] if getattr(token, name))]
+
+
+def _rules(
+    before: Mapping[str, Any], now: Mapping[str, Any], leaks: Sequence[str]
+) -> dict[str, list]:
+    """`Tokenizer.rules`: how tokens are found, where a tokenizer.json has them `before` otherwise.
+
+    leaks: those that its model makes of their characters.
+    """
+    special = {text for text, token in now.items() if token.special}
+    was = {text for text, token in before.items() if token.special}
+    found = {text: _flags(now[text]) for text in before if text not in special}
+    rules = {
+        "as_characters": (before.keys() - was) & special, "sealed": leaks, "in_text": was - special,
+        "flags": [flags for text, flags in found.items() if flags != _flags(before[text])],
+    }  # fmt: skip
+    return {key: sorted(value) for key, value in rules.items() if value}
 
 
 def _tokens_of(settings: tokenizer_files.Settings, known: Mapping[str, Any]) -> list[Any]:

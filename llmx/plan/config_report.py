@@ -46,6 +46,15 @@ _NO_PIPELINE = (
 )
 
 
+def _resolved(config: Config, args: argparse.Namespace, problems: list[str]) -> Config:
+    name = config.pipeline.schedule
+    if args.replicate:  # which looks for the stages: the config has none yet
+        config.pipeline.schedule = type(config.pipeline)().schedule
+    config = checks.resolve(config, num_devices(args, config), problems=problems)
+    config.pipeline.schedule = name
+    return config
+
+
 def show(
     command: argparse.ArgumentParser, args: argparse.Namespace, argv: Sequence[str] | None
 ) -> Report:
@@ -59,11 +68,7 @@ def show(
         raise ValueError(f"{', '.join(wrong)} without --machine: name one, for example v5p:2x2x2")
     _, config, problems = flags.parse(command, argv)
     problems += apply_flags(args, config)
-    name = config.pipeline.schedule
-    if args.replicate:  # which looks for the stages: the config has none yet
-        config.pipeline.schedule = type(config.pipeline)().schedule
-    config = checks.resolve(config, num_devices(args, config), problems=problems)
-    config.pipeline.schedule = name
+    config = _resolved(config, args, problems)
     if why_not := candidates.of_adapters(config) or candidates.of_latents(config):
         raise ValueError(why_not)
     if number := config.model.num_experts:

@@ -353,6 +353,10 @@ def test_a_flag_does_not_rename_a_model(tmp_path):
         checks.resolve(run, 1, problems=problems)
     for words in ("model.family='llama3'", "as 'qwen3'", "use families.preset('llama3', ...)"):
         assert words in str(error.value)
+    # With all that the family has it is one: a Llama with biases of queries is a Qwen2.
+    path = write(tmp_path, "    run.model = families.preset('llama3')\n")
+    run, problems = parsed(path, "--config.model.family=qwen2", "--config.model.qkv_bias=True")
+    assert not problems and run.model.family == "qwen2"
 
 
 def test_bad_flags_are_told_with_the_rest(tmp_path):
