@@ -1,6 +1,7 @@
 """Config files and the command line: `--config FILE --config.section.key=value`."""
 
 import argparse
+import dataclasses
 import functools
 import os
 import pathlib
@@ -157,8 +158,8 @@ def _other_family(model: families.ModelConfig) -> str:
     """Why a model is not of the family whose name it has; "" if it may be, or is wrong anyway."""
     if model.family not in families.FAMILIES or families.problems(model):
         return ""
-    try:
-        hf_formats.model_config_to_hf(model)
+    try:  # the tokenizer may still be to say how many tokens there are
+        hf_formats.model_config_to_hf(dataclasses.replace(model, vocab_size=model.vocab_size or 1))
     except ValueError as error:
         return str(error)
     return ""
