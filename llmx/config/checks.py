@@ -33,7 +33,7 @@ from llmx.config import (
 from llmx.config.axes import layout_of, replica_axes
 from llmx.data import choices, objects, remote, shards, sources, tokenizers, transient
 from llmx.data import config as data_config
-from llmx.model import families, losses, precision, preference, quantized, remat, remat_costs
+from llmx.model import families, losses, own, precision, preference, quantized, remat, remat_costs
 from llmx.model.adapters import AdaptersConfig
 from llmx.model.attention import split as split_lib
 from llmx.model.attention.splash import LANES
@@ -490,7 +490,8 @@ def _width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
             f"{products.granularity!r} round together must not be split otherwise: {remedy}"
         )
         return
-    if families.problems(config.model):
+    missing = config.model.own and own.problems(config.model.own)
+    if missing or families.problems(config.model):
         return  # no parameters have such shapes
     table = layout_of(config).optimizer
     for leaf in (*state_memory.leaves(config.model), *state_memory.of_adapters(config)):

@@ -16,6 +16,7 @@ import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from llmx.data import json_files
 from llmx.model import precision
 from llmx.step.transforms import loss_scale
 from llmx.sync import strategy
@@ -143,8 +144,11 @@ def problems(config: Any, known: Sequence[str] = ()) -> list[str]:
         if any(key in text for key in one.deciding for text in known):
             continue
         value = value_of(config, one.key)
-        why = " and ".join(f"{key}={value_of(config, key)!r}" for key in one.deciding)
-        found.append(f"{one.key}={value!r} has no effect with {why}: {one.remedy}, or leave it out")
+        why = " and ".join(
+            f"{key}={json_files.shown(value_of(config, key))}" for key in one.deciding
+        )
+        given = json_files.shown(value)
+        found.append(f"{one.key}={given} has no effect with {why}: {one.remedy}, or leave it out")
     return found
 
 

@@ -9,7 +9,7 @@ import pathlib
 from llmx import config as config_lib
 from llmx.checkpoint import identity
 from llmx.config import Config, effects
-from llmx.data import remote, sources, tokenizers, transient
+from llmx.data import json_files, remote, sources, tokenizers, transient
 from llmx.model import chosen_layers
 from llmx.model.families import ModelConfig
 from llmx.tables import exports
@@ -55,7 +55,13 @@ def place_problem(option: str, place: str) -> str:
                 raise
             return str(error)
     folder, step = identity.origin(place)
-    if hf_reader.is_checkpoint(folder) and step is not None:
+    try:
+        of_hf = hf_reader.is_checkpoint(folder)
+    except OSError as error:
+        if transient.is_transient(error):
+            raise
+        return f"{option}={json_files.shown(place)} cannot be read: {error.strerror}"
+    if of_hf and step is not None:
         return f"{named} names a step of a Hugging Face checkpoint, which has none: use {folder!r}"
     is_run = os.path.isdir(os.path.join(folder, "checkpoints"))
     if is_run and (form := _packed(folder)):
@@ -63,7 +69,7 @@ def place_problem(option: str, place: str) -> str:
             f"{named} has packed weights (packed.format={form!r}), which have no gradient: name "
             "the run that was quantized"
         )
-    if is_run or hf_reader.is_checkpoint(folder):
+    if is_run or of_hf:
         return ""
     return (
         f"{named} holds no checkpoints: name the workdir of a run, "

@@ -74,7 +74,7 @@ def problems(section: Any, prefix: str) -> list[str]:
         if choices := rules.get("choices"):
             names = list(choices() if callable(choices) else choices)
             if value not in names:
-                found.append(f"{key}={value!r} is unknown: {use_one_of(value, names)}")
+                found.append(f"{key}={_shown(repr(value))} is unknown: {use_one_of(value, names)}")
         limits, unless = rules.get("limits", {}), rules.get("unless")
         if value != unless and not all(HOLDS[name](value, limits[name]) for name in limits):
             text = " and ".join(f"{name} {limit}" for name, limit in limits.items())
@@ -94,7 +94,7 @@ def without_effect(section: Any, prefix: str, why: Mapping[str, str]) -> Iterato
     default = type(section)()
     for key, reason in why.items():
         if (value := vars(section)[key]) != vars(default)[key]:
-            yield f"{prefix}{key}={value!r} has no effect {reason}"
+            yield f"{prefix}{key}={_shown(repr(value))} has no effect {reason}"
 
 
 def _limit_of_numbers(value: Any) -> str:
@@ -108,7 +108,8 @@ def _limit_of_numbers(value: Any) -> str:
 
 def _shown(value: Any) -> str:
     try:
-        return str(value)
+        text = str(value)
+        return text if len(text) <= 80 else f"{text[:77]}..."
     except ValueError:  # Python writes no number of so many digits
         return "a number of thousands of digits"
 
