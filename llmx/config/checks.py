@@ -67,8 +67,11 @@ def resolve(
         raise ConfigError(found + wrong)  # values of a wrong type cannot be compared with others
     try:
         config = starting.adopted(config)
-    except ValueError as error:
-        raise ConfigError([*found, str(error)]) from error
+    except (ValueError, OSError) as error:
+        if isinstance(error, OSError) and transient.is_transient(error):
+            raise
+        text = f"start_from: {error.strerror}" if isinstance(error, OSError) else str(error)
+        raise ConfigError([*found, text]) from error
     found += _sections(config)
     no_blocks = config.model.is_decoder and config.model.num_first >= config.model.num_layers
     if no_blocks or list(bounds.problems(config.model, "model.")):
@@ -490,8 +493,7 @@ def _width(config: Config, sizes: dict[str, int]) -> Iterator[str]:
             f"{products.granularity!r} round together must not be split otherwise: {remedy}"
         )
         return
-    missing = config.model.own and own.problems(config.model.own)
-    if missing or families.problems(config.model):
+    if families.problems(config.model) or (config.model.own and own.problems(config.model.own)):
         return  # no parameters have such shapes
     table = layout_of(config).optimizer
     for leaf in (*state_memory.leaves(config.model), *state_memory.of_adapters(config)):

@@ -24,6 +24,7 @@ MESHES = {
 @functools.cache
 def trained(mesh: str):
     keys = runs.PARITY_OPTIMIZER | dict(batch__size=ROWS, batch__sequence_length=LENGTH)
+    del keys["optimizer__eps"]  # of optimizers that divide by it
     config = runs.make_config(
         "mixtral", model=MODEL, optimizer__name="adafactor", experts__balance="none", **keys,
         **(MESHES[mesh] if mesh else {}),
