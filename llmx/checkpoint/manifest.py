@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from llmx.checkpoint import checksums
-from llmx.data import transient
+from llmx.data import json_files, transient
 from llmx.model.hidden_states import PROJECTION
 from llmx.pipeline.permutation import EMPTY, IDENTITY, LayerPermutation
 from llmx.sharding import trees
@@ -252,7 +252,7 @@ def _checked(document: dict, path: str) -> Document:
             if not isinstance(leaf["dtype"], str) or not all(
                 type(size) is int and size >= 0 for size in sizes
             ):
-                raise ValueError(f"leaf {name!r} has shape {leaf['shape']}")
+                raise ValueError(f"leaf {name!r} has shape {json_files.shown(leaf['shape'])}")
         elif not isinstance(leaf["value"], NUMBERS):
             raise ValueError(f"leaf {name!r} is not a number")
     leaves, saved_names = _renamed(document["leaves"], RENAMED[document.get("renamed", 0) :])

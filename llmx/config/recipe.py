@@ -134,9 +134,8 @@ def make_execution(
     """Where and how a run's model is computed, beside the model of a teacher."""
     mesh = _mesh(config, devices)
     kind = kind_of(mesh)
-    # Given devices may be others than those that compute, as for an export.
-    computes = devices is None or isinstance(devices, AbstractDevice)
-    if found := _problems_of_device(config, kind.platform, computes=computes):
+    # Given devices may be others than those that compute, as for an export or a plan.
+    if found := _problems_of_device(config, kind.platform, computes=devices is None):
         raise config_lib.ConfigError(found)
     return Execution(
         place=sharding.Placement(mesh, layout_of(config)), policy=policy_of(config),
