@@ -40,8 +40,9 @@ FAMILIES = {
 }  # fmt: skip
 # All that qwen3 and gemma2 have is in these; each family is on one device what its own tests say.
 OF_COVER = ("llama3", "gpt2", "gemma3", "mixtral", "gpt_oss", "deepseek_v3")
+EXPERTS = dict(experts__bias_rate=1e-3, experts__z_weight=1e-3)
 # Loads are unequal: rows over `expert` travel in several rounds.
-EXPERTS = dict(experts__buffer=0.5, experts__bias_rate=1e-3, experts__z_weight=1e-3)
+TRAVEL = dict(experts__buffer=0.5)
 
 # The first value of each axis is the plain one. Of other orders most give more rows.
 AXES = {
@@ -322,6 +323,7 @@ def make_config(row: dict, precision: str = "fp32", model: dict | None = None, *
     options = dict(pipeline__schedule=row["schedule"]) if row["schedule"] else {}
     options |= OFFLOAD[row["offload"]] | SYNC[row.get("sync", "")]
     options |= EXPERTS if "num_experts" in model else {}
+    options |= TRAVEL if row["expert"] > 1 else {}
     if row.get("adapters"):
         options |= ADAPTERS | (dict(experts__bias_rate=0.0) if "num_experts" in model else {})
     return runs.make_config(
