@@ -17,6 +17,7 @@ from llmx.config import (
     distillation_checks,
     effects,
     expert_checks,
+    family_checks,
     head_checks,
     own_checks,
     packed_checks,
@@ -77,9 +78,8 @@ def resolve(
     if no_blocks or list(bounds.problems(config.model, "model.")):
         raise ConfigError(found)  # no parameters have such shapes
     found += [*_mesh(config, num_devices), *_start(config)]
-    of_decoder = (
-        adapter_checks, pruning_checks, quantization_checks, packed_checks, distillation_checks
-    )  # fmt: skip
+    of_decoder = (adapter_checks, pruning_checks, quantization_checks, packed_checks,
+                  distillation_checks, family_checks)  # fmt: skip
     for checks in of_decoder if config.model.is_decoder else (own_checks,):
         found += checks.problems(config)
     found += [*table_checks.problems(config), *preference_checks.problems(config)]

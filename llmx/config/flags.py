@@ -1,7 +1,6 @@
 """Config files and the command line: `--config FILE --config.section.key=value`."""
 
 import argparse
-import dataclasses
 import functools
 import os
 import pathlib
@@ -10,10 +9,8 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 
 from llmx import config as config_lib
-from llmx.checkpoint import hf_formats
-from llmx.config import Config, ConfigError, value_types
+from llmx.config import Config, ConfigError, family_checks, value_types
 from llmx.data import json_files
-from llmx.model import families
 from llmx.runtime import launch
 
 
@@ -144,7 +141,7 @@ def _override(
         except (ValueError, TypeError, absl.flags.Error):
             wanted = value_types.type_name(kinds[key])
             problems.append(f"{key}={json_files.shown(text)} is not {wanted}")
-    if config.model.family != made and (why_not := _other_family(config.model)):
+    if config.model.family != made and (why_not := family_checks.why_not(config.model)):
         problems.append(
             f"model.family={config.model.family!r} changes the name alone of a model that {path} "
             f"makes as {made!r} ({why_not}): use families.preset({config.model.family!r}, ...) in "
@@ -152,17 +149,6 @@ def _override(
         )
         config.model.family = made
     return problems
-
-
-def _other_family(model: families.ModelConfig) -> str:
-    """Why a model is not of the family whose name it has; "" if it may be, or is wrong anyway."""
-    if model.family not in families.FAMILIES or families.problems(model):
-        return ""
-    try:  # the tokenizer may still be to say how many tokens there are
-        hf_formats.model_config_to_hf(dataclasses.replace(model, vocab_size=model.vocab_size or 1))
-    except ValueError as error:
-        return str(error)
-    return ""
 
 
 def _line_of(error: BaseException, path: str, file: str) -> str:

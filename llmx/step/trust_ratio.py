@@ -25,11 +25,12 @@ def scale_by_trust_ratio(
 ) -> optax.GradientTransformationExtraArgs:
     """LAMB's layerwise learning rate: |parameters| / |update| of each layer (arXiv 1904.00962).
 
-    Layers and experts that are stacked have a ratio each. With `freshness` in `update`, a tree of
-    (frozen / fresh standard deviation) of as many numbers, and `frozen_at`, the number of updates
-    before the freeze, the ratio is the average of those times that factor, bounded and changing by
-    at most a tenth a step (arXiv 2104.06069). Decay does not age: where it makes up most of an
-    update, the factor is nearer to 1.
+    Layers and experts that are stacked have a ratio each, that of optax for their arrays alone.
+    With `freshness` in `update`, a tree of (frozen / fresh standard deviation) of as many numbers,
+    and `frozen_at`, the number of updates before the freeze, the ratio is the average of bounded
+    ones until then times that factor, which is bounded and changes by at most a tenth a step
+    (arXiv 2104.06069). Decay does not age: where it makes up most of an update, the factor is
+    nearer to 1.
 
     Args:
       axes: tree of logical axis names.
@@ -54,7 +55,10 @@ def scale_by_trust_ratio(
     def update(updates, state, params, *, freshness=None, frozen_at=None, **extra):
         if freshness is None:
             ratios = over_layers(_ratio, updates, params)
-            mix = lambda a, r: _AVERAGE * a + (1 - _AVERAGE) * r  # noqa: E731
+
+            def mix(average, ratio):
+                return _AVERAGE * average + (1 - _AVERAGE) * jnp.clip(ratio, _LOWEST, _HIGHEST)
+
             state = state._replace(average=jax.tree.map(mix, state.average, ratios))
         else:
             shares = over_layers(share, decays, updates, params)
@@ -80,8 +84,7 @@ def _norm(names: tuple[str, ...], array: jax.Array) -> jax.Array:
 
 def _ratio(names: tuple[str, ...], update: jax.Array, param: jax.Array) -> jax.Array:
     of_param, of_update = _norm(names, param), _norm(names, update)
-    found = jnp.where((of_param > 0) & (of_update > 0), of_param / of_update, 1.0)
-    return jnp.clip(found, _LOWEST, _HIGHEST)
+    return jnp.where((of_param > 0) & (of_update > 0), of_param / of_update, 1.0)
 
 
 def _moved(fresh: jax.Array, factor: jax.Array, share: jax.Array) -> jax.Array:

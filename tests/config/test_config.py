@@ -359,6 +359,35 @@ def test_a_flag_does_not_rename_a_model(tmp_path):
     assert not problems and run.model.family == "qwen2"
 
 
+@pytest.mark.parametrize(
+    ("preset", "changes", "family", "missing"),
+    [
+        ("llama3", {}, "qwen3", "nothing of qk_norm:"),
+        ("llama3", {}, "gpt2", "nothing of positions, norm, "),
+        ("llama3", {"tied_head": True}, "mixtral", "nothing of num_experts, "),
+        ("qwen3", {"qk_norm": False}, "qwen3", "nothing of qk_norm:"),
+        # A window or layers without rotation make no other family of a Llama, nor does a part of
+        # what a family has make none of it.
+        ("llama3", {"layer_pattern": ("local",), "window": 8}, "llama3", ""),
+        ("llama3", {"layer_pattern": ("global", "global_nope")}, "llama3", ""),
+        ("llama3", {"qkv_bias": True}, "qwen2", ""),
+        ("mistral", {"layer_pattern": ("global",), "window": 0}, "mistral", ""),
+        ("gemma2", {"attention_softcap": 0.0}, "gemma2", ""),
+    ],
+)
+def test_a_family_is_no_name_alone(preset, changes, family, missing):
+    """The model would be trained as what it is, and its export refused as what it is called."""
+    run = config.default()
+    run.model = families.preset(preset, vocab_size=257, **changes)
+    run.model.family, run.data.tokenizer = family, "bytes"
+    if not missing:
+        assert checks.resolve(run, 1).model.family == family
+        return
+    with pytest.raises(config.ConfigError, match=f"families.preset.'{family}'") as error:
+        checks.resolve(run, 1)
+    assert missing in str(error.value) and "1 problem" in str(error.value)
+
+
 def test_bad_flags_are_told_with_the_rest(tmp_path):
     path = write(tmp_path, "    run.remat = 'ful'\n    run.optimizer.lr = 1\n")
     run, problems = parsed(

@@ -338,7 +338,7 @@ WALK = [
     (host.begun, START | {"model.norm_eps": 1e-3}, {"start_from": "FOLDER/run"}, {
         "start_changes": ("norm_eps",),
     }),
-    (host.exported, {"model.rope_theta": 10_000.0}, {}, {"model.family": "qwen3"}),
+    (host.exported, {"model.rope_theta": 10_000.0}, {}, {"model.family": "phi3"}),
     (host.started, {}, {}, {
         "launch.platform": "cpu", "launch.cpu_devices": 3, "launch.coordinator": "auto",
         "launch.compile_cache": "FOLDER/cache",

@@ -126,8 +126,7 @@ class Adam:
             for k in u:
                 of_x, of_u = (np.sqrt((rows(k, each) ** 2).sum(1)) for each in (x[k], u[k]))
                 ratio = np.where((of_x > 0) & (of_u > 0), of_x / np.where(of_u > 0, of_u, 1), 1)
-                ratio = ratio.clip(0.01, 10)
-                self.average[k] = 0.9 * self.average[k] + 0.1 * ratio
+                self.average[k] = 0.9 * self.average[k] + 0.1 * ratio.clip(0.01, 10)
                 u[k] = u[k] * per_row(k, ratio, u[k])
         return {k: x[k] - rate * u[k] for k in x}
 
