@@ -10,6 +10,7 @@ import dataclasses
 import math
 import pathlib
 import random
+import re
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -101,7 +102,8 @@ def get_config():
 def draw(rng: random.Random, folder: pathlib.Path) -> list[str]:
     """Arguments of a command line: a config file, and what is changed of it."""
     files = sorted(path for path in CONFIGS.glob("*.py") if "def get_config" in path.read_text())
-    files = [path for path in files if "compress" not in path.name]
+    # For rows of 128k tokens jax makes splash's masks for minutes.
+    files = [path for path in files if not re.search("compress|128k", path.name)]
     if rng.random() < 0.7:
         file = folder / "config.py"
         file.write_text(_small_model(rng))
