@@ -5,6 +5,7 @@ template takes beside the messages. What is known here is read, or refused by it
 (`id`, `source`, scores) are of other purposes and ignored.
 """
 
+import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -62,6 +63,12 @@ def all_same(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]
     return len(one) == len(other) and all(map(same, one, other))
 
 
+def num_shared(one: Messages, other: Messages) -> int:
+    """How many messages two lists begin with alike."""
+    alike = itertools.takewhile(lambda two: same(*two), zip(one, other, strict=False))
+    return len([*alike])
+
+
 def find(part: Messages, whole: Messages) -> int | None:
     """Where messages stand among others, None where they do not."""
     size = len(part)
@@ -79,6 +86,8 @@ def joined(prompt: Messages, answer: Messages, names: tuple[str, str]) -> tuple[
     An answer may begin with the prompt, with its last turns, or with turns before it. Raises
     ValueError, with the names of both fields, where it begins with another one.
     """
+    if any(begins_anew([one]) for one in prompt) and all_same(prompt, answer[: len(prompt)]):
+        return [*prompt, *answer[len(prompt) :]], len(prompt)
     if not prompt or not begins_anew(answer):
         return [*prompt, *answer], len(prompt)
     for size in range(min(len(prompt), len(answer)), 0, -1):

@@ -91,6 +91,36 @@ def test_a_pair_is_what_its_forms_say(record, wanted):
     assert both(record) == wanted
 
 
+MORE = ("uq#aone#ur#a<good#>", "uq#aone#ur#a<bad#>")
+
+
+@pytest.mark.parametrize(("prompt", "chosen", "rejected", "wanted"), [
+    (None, "u:q a:one u:r a:good", "u:q a:one u:r a:bad", MORE),
+    ("q", "u:q a:one u:r a:good", "u:q a:one u:r a:bad", MORE),
+    ("r", "u:q a:one u:r a:good", "u:q a:one u:r a:bad", MORE),
+    (talk("u:q"), "u:q a:one u:r a:good", "u:q a:one u:r a:bad", MORE),
+    (talk("u:q"), "a:one u:r a:good", "a:one u:r a:bad", MORE),
+    (talk("u:q a:one"), "u:q a:one u:r a:good", "u:r a:bad", MORE),
+    # Answers that differ early are answers from there on.
+    ("q", "u:q a:one u:r a:good", "u:q a:uno u:r a:bad",
+     ("uq#a<one#>ur#a<good#>", "uq#a<uno#>ur#a<bad#>")),
+    # One that goes on behind the other.
+    ("q", "u:q a:one", "u:q a:one u:r a:bad", ("uq#a<one#>", "uq#a<one#>ur#a<bad#>")),
+    (None, "u:q a:one", "u:q a:one u:r a:bad", ("uq#a<one#>", "uq#a<one#>ur#a<bad#>")),
+    # A greeting first, and a prompt that has it.
+    (talk("a:hi u:q"), "a:hi u:q a:good", "a:bad", ("ahi#uq#a<good#>", "ahi#uq#a<bad#>")),
+])  # fmt: skip
+def test_what_both_begin_with_is_the_prompt(prompt, chosen, rejected, wanted):
+    """Whether a prompt says a part of it once more or not."""
+    assert both(pair(prompt, talk(chosen), talk(rejected))) == wanted
+
+
+def test_a_text_may_begin_with_the_words_of_its_prompt():
+    """Nobody knows whether the answer repeats the question."""
+    assert both(pair("q", "q good", "bad")) == ("uq#a<q good#>", "uq#a<bad#>")
+    assert rendered({"prompt": "q", "completion": "q good"}) == "uq#a<q good#>"
+
+
 def test_parts_of_text_say_the_same_as_the_text():
     parts = {"role": "user", "content": [{"type": "text", "text": "q"}]}
     assert turns.same(parts, talk("u:q")[0]) and not turns.same(parts, talk("u:other")[0])
@@ -106,7 +136,9 @@ def test_parts_of_text_say_the_same_as_the_text():
     (pair(talk("s:s u:q"), "good", "bad", system="t"), "system and the first message contradict"),
     (pair("q", "good", "bad", history=[["b", "c"]]), "history holds earlier turns"),
     (pair("q", "good", "bad", images=["x.png"]), "has 'images', and text alone is read"),
-    ({"chosen": "a", "rejected": talk("a:b")}, "are lists of messages: add a prompt"),
+    ({"chosen": "a", "rejected": talk("a:b")}, "neither .* begins with what is asked"),
+    ({"chosen": talk("a:b u:q a:good"), "rejected": talk("a:b u:q a:bad")},
+     "neither .* begins with what is asked: add a prompt"),
 ])  # fmt: skip
 def test_pairs_that_contradict_themselves(record, said):
     with pytest.raises(ValueError, match=said):
@@ -245,6 +277,22 @@ def test_a_refusal_names_the_line(tmp_path):
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"a\.jsonl: line 2: the record has 'images'"):
         dataset.open_dataset(values, sequence_length=8, seed=0, log=lambda line: None)
+
+
+@pytest.mark.parametrize("depth", [600, 900])
+@pytest.mark.parametrize("format", ["chat", "preference"])
+def test_a_record_that_is_nested_too_deep_is_named(depth, format, tmp_path):
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    record = message() if format == "chat" else pair("q", "good", "bad")
+    deep = "[" * depth + "]" * depth
+    lines = [json.dumps(record), json.dumps(record)[:-1] + f', "tools": [{{"a": {deep}}}]}}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    values = config.DataConfig(
+        sources=(str(tmp_path / "a.jsonl"),), chat_template=str(tmp_path / "t.jinja"),
+        format=format, pack=False, cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"a\.jsonl: line 2: .* nested too deep: write flatter"):
+        dataset.open_dataset(values, sequence_length=32, seed=0, log=lambda line: None)
 
 
 def test_a_record_cannot_write_a_special_token():
