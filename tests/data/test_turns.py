@@ -210,6 +210,127 @@ def test_thoughts_that_a_template_drops_on_purpose():
     assert rendered({"messages": messages}, template) == "ub#a<c#>uq#a<good#>"
 
 
+# In the manner of published templates: each leaves something out.
+CALLS_ALONE = (  # Llama 3.1, Mistral v0.3
+    "{% for m in messages %}{{ m.role[0] }}{% if 'tool_calls' in m %}{% for c in m.tool_calls %}"
+    "[{{ (c.function or c).name }}]{% endfor %}{% else %}{{ m.content }}{% endif %}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+CONTENT_ALONE = (  # DeepSeek-V3: an empty content is one, too
+    "{% for m in messages %}{{ m.role[0] }}{% if m.content is defined %}{{ m.content }}{% else %}"
+    "{% for c in m.tool_calls %}[{{ c.name }}]{% endfor %}{% endif %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+TWO_ROLES = (  # the first of Phi-3
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.role[0] + m.content }}"
+    "{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+STRINGS = (  # Qwen 3, of which parts are no text
+    "{% for m in messages %}{{ m.role[0] }}{% if m.content is string %}{{ m.content }}{% endif %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+FIRST_PART = TEMPLATE.replace("(m.content or '')", "m.content[0].text")
+LAST_CALL = CALLS_ALONE.replace("for c in m.tool_calls", "for c in m.tool_calls[-1:]")
+# Thoughts of the last turn; what reads none has a variable of that name.
+LAST_THOUGHT = TEMPLATE.replace(
+    "{{ m.role[0] +", "{{ m.role[0] + ('(' + m.NAME + ')' if m.NAME and loop.last else '') +"
+)
+VARIABLE = "{% if thinking %}think{% endif %}" + TEMPLATE
+LAST_CONTENT = (  # the words beside a call are thoughts, which gpt-oss drops once an answer follows
+    "{% for m in messages %}{{ m.role[0] }}{% if not m.tool_calls %}{{ m.content }}{% else %}"
+    "{% if loop.last %}{{ m.content }}{% endif %}[{{ m.tool_calls[0].name }}]{% endif %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+def parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def calling(content, *names):
+    calls = [{"name": name} for name in names]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def thinking(key, content="good"):
+    return {"role": "assistant", "content": content, key: "why"}
+
+
+@pytest.mark.parametrize(("template", "messages", "said"), [
+    (CALLS_ALONE, [*talk("u:q"), calling("hm", "f")],
+     "message 2, of the role 'assistant': .* its content beside its tool_calls: remove one of the"),
+    (CALLS_ALONE, [*talk("u:q"), calling("hm")], "not write its content beside its tool_calls"),
+    (LAST_CALL, [*talk("u:q"), calling("", "f", "g")], "message 2, .* not write its tool_calls"),
+    (CONTENT_ALONE, [*talk("u:q"), calling("", "f"), *talk("t:20 a:good")],
+     "message 2, of the role 'assistant': .* not write its tool_calls: remove it, or use a"),
+    (TWO_ROLES, talk("s:s u:q a:good"),
+     "message 1, of the role 'system': .* not write its content: remove the message, or use a"),
+    (TWO_ROLES, talk("u:q t:20 a:good"), "message 2, of the role 'tool': .* write its content"),
+    (STRINGS, [{"role": "user", "content": parts("q")}, *talk("a:good")],
+     "message 1, of the role 'user': .* all of its list of parts: write a string as its content"),
+    (STRINGS, [*talk("u:q"), {"role": "assistant", "content": parts("good")}], "message 2, .*list"),
+    (FIRST_PART, [{"role": "user", "content": parts("q", "r")},
+                  {"role": "assistant", "content": parts("good")}], "message 1, .* list of parts"),
+    (VARIABLE, [*talk("u:q"), thinking("reasoning_content")],
+     "message 2, .* not write its reasoning_content: remove it, or use a"),
+])  # fmt: skip
+def test_what_a_template_leaves_out_is_refused(template, messages, said):
+    """As `transformers` leaves it out in silence."""
+    with pytest.raises(ValueError, match=said):
+        rendered({"messages": messages}, template)
+
+
+@pytest.mark.parametrize(("template", "messages", "wanted"), [
+    (CALLS_ALONE, [*talk("u:q"), calling("", "f"), *talk("t:20 a:good")],
+     "uq#a<[f]#>t20#a<good#>"),
+    (CALLS_ALONE, [*talk("u:q"), calling(" \n", "f", "g")], "uq#a<[f][g]#>"),
+    (TWO_ROLES, [{"role": "system", "content": " "}, *talk("u:q a:good")], "uq#a<good#>"),
+    (TWO_ROLES, [{"role": "system", "content": ""}, *talk("u:q a:good")], "uq#a<good#>"),
+    (FIRST_PART, [{"role": "user", "content": parts("q", " ")},
+                  {"role": "assistant", "content": parts("good")}], "uq#a<good#>"),
+    (LAST_THOUGHT.replace("NAME", "thinking"),
+     [*talk("u:b"), thinking("thinking", "c"), *talk("u:q"), thinking("thinking")],
+     "ub#a<c#>uq#a<(why)good#>"),
+    (LAST_CONTENT, [*talk("u:q"), calling("hm", "f"), *talk("t:20 a:good")],
+     "uq#a<[f]#>t20#a<good#>"),
+    # Words that a template looks for, or that it takes away.
+    (TEMPLATE.replace("(m.content or '')", "m.content.replace('/no', '')"),
+     talk("s:/no u:q/no a:good"), "s#uq#a<good#>"),
+    (TEMPLATE.replace("(m.content or '')", "(m.content | trim | upper)"), talk("u:q a:good"),
+     "uQ#a<GOOD#>"),
+    (TEMPLATE.replace("(m.content or '')", "(m.content | tojson)"), talk("u:q a:good"),
+     'u"q"#a<"good"#>'),
+])  # fmt: skip
+def test_what_a_template_leaves_out_on_purpose(template, messages, wanted):
+    assert rendered({"messages": messages}, template) == wanted
+
+
+@pytest.mark.parametrize("reads", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_the_names_that_it_has_in_transformers(reads, key, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from support import small_tokenizers
+
+    template = LAST_THOUGHT.replace("NAME", reads)
+    folder = small_tokenizers.write(tmp_path, "byte_level", chat_template_jinja=template)
+    theirs, ours = (
+        transformers.AutoTokenizer.from_pretrained(folder), tokenizers.load(folder)
+    )  # fmt: skip
+    messages = [*talk("u:q"), thinking(key)]
+    want = theirs.apply_chat_template(messages, tokenize=False)
+    if "why" not in want:  # a name that transformers adds to no message
+        with pytest.raises(ValueError, match=f"message 2, .* does not write its {key}|has '{key}'"):
+            chat.read_record({"messages": messages}, chat.template_of(ours))
+        return
+    _, found = chat.read_record({"messages": messages}, chat.template_of(ours))
+    assert found.text == want and "(why)good" in want
+    # The same under two names is one thing.
+    twice = {"prompt": messages, "messages": [messages[0], thinking(reads)], "completion": []}
+    twice["prompt"] = messages[:1]
+    assert chat.read_record(twice, chat.template_of(ours))[1] == found
+    assert turns.same(messages[1], thinking(reads))
+
+
 def test_turns_that_are_not_learned_beside_generation():
     record = {"messages": talk("u:1 a:2 u:3 a:4 u:5 a:6")}
     assert rendered(record, MARKED) == "u1#a<2#>u3#a<4#>u5#a<6#>"
@@ -258,6 +379,8 @@ def message(**more):
     (message() | {"mask": "user"}, "the record has 'mask', which is not read"),
     (message(loss_weight=0.5), "message 2 has loss_weight=0.5"),
     (message(tools=TOOL), "has 'tools', which the chat template does not write"),
+    (message(reasoning="why", thinking="how"), "message 2 has thinking and reasoning, which"),
+    (message(reasoning_content="", reasoning="why"), "has reasoning_content and reasoning, which"),
     (message(thought="why"), "has 'thought', which the chat template does not write"),
     ({"prompt": "q", "completion": "good", "history": [["b", "c"]]}, "history holds earlier turns"),
     ({"prompt": "q", "completion": "good", "label": False}, "label says whether the answer"),
