@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from llmx.data import json_files, template_process, tokenizer_files, tokenizers, turns
-from llmx.data.rendered import Rendered, closing_tokens, num_shared
+from llmx.data.rendered import Rendered, closing_tokens, end_with_prompt, num_shared, until_header
 
 ROLES = (
     "system", "developer", "user", "assistant", "tool", "function", "ipython", "environment",
@@ -355,6 +355,8 @@ class Template:
             found, size = self._renderings(going_on, asked), len(some)
             for at, number in enumerate(some):
                 before, behind, prompted = found[at::size]
+                if all(message["role"] in turns.SYSTEM for message in messages[:number]):
+                    before = self._before_opening(messages[:number], before, whole)
                 yield self._turn(messages, number, whole, _required(before), behind, prompted)
 
     def _turn(
@@ -412,7 +414,7 @@ class Template:
         texts = ended[1], longer[1]
         shared = num_shared(*texts)
         if shared == min(len(rendered.text) for rendered in texts):
-            return shared, _end_with_prompt(before, prompted, texts, shared)
+            return shared, end_with_prompt(before, prompted, texts, shared)
         # Something closes the conversation, or what the turn holds is changed later.
         begins = self._content_ends(number, ended, longer)
         shared = num_shared(*texts, begins)
@@ -440,6 +442,24 @@ class Template:
             return end
         begins = self._content_ends(number, one, (messages, whole))
         return begins[1] + min(end - begins[0], num_shared(one[1], whole, begins))
+
+    def _before_opening(
+        self, system: Messages, before: Rendered | ValueError, whole: Rendered
+    ) -> Rendered | ValueError:  # fmt: skip
+        """What is before an answer that opens a conversation, with its header.
+
+        before: what the template writes for an answer to nothing. It may refuse that, or write no
+        header or no start.
+        """
+        asked = [(len(system) + 1, prompt) for prompt in (False, True)]
+        plain, prompted = self._renderings([*system, _NEXT], asked)
+        if isinstance(plain, ValueError) or isinstance(prompted, ValueError):
+            return before
+        found = until_header(whole, plain, prompted)
+        known = isinstance(before, Rendered) and num_shared(whole, before) == len(before.text)
+        if found is None or (known and len(before.text) >= len(found.text)):
+            return before
+        return found
 
     def _size_of_header(
         self, messages: Messages, number: int, before: Rendered, whole: Rendered
@@ -499,22 +519,6 @@ def _required(found: Rendered | ValueError) -> Rendered:
     if isinstance(found, ValueError):
         raise found
     return found
-
-
-def _end_with_prompt(
-    before: Rendered, prompted: Rendered | ValueError, texts: tuple[Rendered, Rendered], end: int
-) -> int:  # fmt: skip
-    """Where a turn ends in the second of `texts`, where the conversation goes on.
-
-    end: where it does in the first, where the conversation ends. A template may close a turn only
-    where something follows, a generation prompt too.
-    """
-    if closing_tokens(texts[0], len(before.text), end) or isinstance(prompted, ValueError):
-        return end
-    size = len(prompted.text)
-    closed = any(first >= end for first, _ in prompted.special)
-    header = before.text.endswith(prompted.text[end:])
-    return size if closed and not header and num_shared(prompted, texts[1]) == size else end
 
 
 def _marked_token(found: re.Match) -> str:

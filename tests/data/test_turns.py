@@ -305,6 +305,55 @@ def test_what_a_template_leaves_out_on_purpose(template, messages, wanted):
     assert rendered({"messages": messages}, template) == wanted
 
 
+# Where a generation prompt and the start of a text are written, with what is before an answer.
+TURN = "({{ m.role }})\n{{ m.content + eos_token }}\n"
+PROMPT = "{% if add_generation_prompt %}(assistant)\n{% endif %}"
+INSIDE = f"{{% for m in messages %}}{TURN}{{% if loop.last %}}{PROMPT}{{% endif %}}{{% endfor %}}"
+OPENINGS = {
+    "inside the loop": (INSIDE, ""),
+    "inside, behind a start": ("[start]" + INSIDE, "[start]"),
+    "behind a default": (
+        "{% if messages[0].role != 'system' %}(system)\nkind\n{% endif %}" + INSIDE,
+        "(system)\nkind\n",
+    ),
+    "the start is of the first turn": (
+        "{% for m in messages %}{% if loop.first %}[start]{% endif %}" + TURN
+        + "{% endfor %}" + PROMPT,
+        "[start]",
+    ),
+    "outside": ("{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT, ""),
+    "behind a system prompt that is none of the turns": (
+        "{% if messages[0].role == 'system' %}{% set turns = messages[1:] %}"
+        "{{ messages[0].content }}{% else %}{% set turns = messages %}{% endif %}"
+        + INSIDE.replace("in messages", "in turns"),
+        "",
+    ),
+    "always one": ("{% for m in messages %}" + TURN + "{% endfor %}(assistant){{ '\n' }}", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPENINGS)
+@pytest.mark.parametrize("content", ["hi", "", "(assistant)", "\nassistant"])
+def test_the_header_of_an_answer_that_opens_is_not_learned(name, content):
+    template, start = OPENINGS[name]
+    messages = [{"role": "assistant", "content": content}, *talk("u:q a:good")]
+    text = f"(assistant)\n<{content}#>\n(user)\nq#\n(assistant)\n<good#>\n"
+    text += "(assistant)\n" * (name == "always one")
+    assert rendered({"messages": messages}, template) == start + text
+    told = [{"role": "system", "content": "s"}, *messages]
+    told = rendered({"messages": told}, template)
+    assert told.endswith(text) and "<" not in told.removesuffix(text)
+    alone = rendered({"messages": messages[:1]}, template)
+    assert alone.removesuffix("(assistant)\n") == f"{start}(assistant)\n<{content}#>\n"
+
+
+def test_an_opening_that_cannot_be_found_is_refused():
+    """The template writes no header, and nothing without messages."""
+    template = "{{ messages[0].role[0] }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="refuses the conversation: list object has no element 0"):
+        rendered({"messages": talk("a:hi u:q a:good")}, template)
+
+
 @pytest.mark.parametrize("reads", ["reasoning_content", "thinking", "reasoning"])
 @pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
 def test_reasoning_has_the_names_that_it_has_in_transformers(reads, key, tmp_path):
