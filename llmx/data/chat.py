@@ -239,23 +239,25 @@ class Template:
         signed = turns.Signed(marked, _CONTENT_END)
         found, answer = self._ask([(marked, False), (signed.messages, False)])
         whole = _required(self._answered(found, marked))
-        for key in {key for message in messages for key in turns.SAID if message.get(key)}:
+        for key in turns.SAID:
             names = turns.names_of(key)
+            having = [number for number, message in enumerate(messages) if message.get(key)]
             # Most templates that know these words take tools beside messages alone.
-            if not self._words.isdisjoint({*names} - {"tools", "functions"}):
+            if not having or not self._words.isdisjoint({*names} - {"tools", "functions"}):
                 continue
             less = [{name: x for name, x in one.items() if name not in names} for one in messages]
             if self.render(less).text == whole.text:
                 raise ValueError(
-                    f"a message has {key!r}, which the chat template does not write: remove it, or "
-                    "use a template that writes it"
+                    f"message {having[0] + 1}, of the role {messages[having[0]]['role']!r}, has "
+                    f"{key!r}, which the chat template does not write: remove it, or use a "
+                    "template that writes it"
                 )
         # A template may refuse a text for its mark, which says nothing.
         unsaid = [said for said in signed.said if said.mark not in answer.get("text", said.mark)]
         together = max(1, _TOGETHER // len(whole.text or "1"))
         for first in range(0, len(unsaid), together):
             some = unsaid[first : first + together]
-            # Of earlier turns thoughts are left out on purpose, which such a turn was made with.
+            # Earlier thoughts are left out on purpose, and written where the turn is the last.
             cut = self._ask([(signed.messages[: said.number + 1], False) for said in some])
             for said, earlier in zip(some, cut, strict=True):
                 if not said.may_go or said.mark not in earlier.get("text", ""):

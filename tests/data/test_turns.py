@@ -252,6 +252,15 @@ def calling(content, *names):
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
+def of_transformers(messages, template):
+    """The text that it renders."""
+    library = pytest.importorskip("transformers.utils.chat_template_utils")
+    found, _ = library.render_jinja_template(
+        conversations=[messages], chat_template=template, eos_token="#"
+    )
+    return found[0]
+
+
 def thinking(key, content="good"):
     return {"role": "assistant", "content": content, key: "why"}
 
@@ -276,6 +285,7 @@ def thinking(key, content="good"):
 ])  # fmt: skip
 def test_what_a_template_leaves_out_is_refused(template, messages, said):
     """As `transformers` leaves it out in silence."""
+    assert of_transformers(messages, template)
     with pytest.raises(ValueError, match=said):
         rendered({"messages": messages}, template)
 
@@ -303,6 +313,7 @@ def test_what_a_template_leaves_out_is_refused(template, messages, said):
 ])  # fmt: skip
 def test_what_a_template_leaves_out_on_purpose(template, messages, wanted):
     assert rendered({"messages": messages}, template) == wanted
+    assert of_transformers(messages, template) == wanted.replace("<", "").replace(">", "")
 
 
 # Where a generation prompt and the start of a text are written, with what is before an answer.
@@ -340,6 +351,8 @@ def test_the_header_of_an_answer_that_opens_is_not_learned(name, content):
     text = f"(assistant)\n<{content}#>\n(user)\nq#\n(assistant)\n<good#>\n"
     text += "(assistant)\n" * (name == "always one")
     assert rendered({"messages": messages}, template) == start + text
+    plain = start + text.replace("<", "").replace(">", "")
+    assert of_transformers(messages, template) == plain
     told = [{"role": "system", "content": "s"}, *messages]
     told = rendered({"messages": told}, template)
     assert told.endswith(text) and "<" not in told.removesuffix(text)
