@@ -457,11 +457,7 @@ class Template:
         plain, prompted = self._renderings([*system, _NEXT], asked)
         if isinstance(plain, ValueError) or isinstance(prompted, ValueError):
             return before
-        found = until_header(whole, plain, prompted)
-        known = isinstance(before, Rendered) and num_shared(whole, before) == len(before.text)
-        if found is None or (known and len(before.text) >= len(found.text)):
-            return before
-        return found
+        return until_header(whole, plain, prompted) or before
 
     def _size_of_header(
         self, messages: Messages, number: int, before: Rendered, whole: Rendered

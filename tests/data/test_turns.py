@@ -241,6 +241,10 @@ LAST_CONTENT = (  # the words beside a call are thoughts, which gpt-oss drops on
     "{% if loop.last %}{{ m.content }}{% endif %}[{{ m.tool_calls[0].name }}]{% endif %}"
     "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 )
+CALL_AT_END = LAST_CONTENT.replace(
+    "{{ m.content }}{% endif %}[{{ m.tool_calls[0].name }}]",
+    "[{{ m.tool_calls[0].name }}]{% endif %}",
+)
 
 
 def parts(*texts):
@@ -280,6 +284,8 @@ def thinking(key, content="good"):
     (STRINGS, [*talk("u:q"), {"role": "assistant", "content": parts("good")}], "message 2, .*list"),
     (FIRST_PART, [{"role": "user", "content": parts("q", "r")},
                   {"role": "assistant", "content": parts("good")}], "message 1, .* list of parts"),
+    (CALL_AT_END, [*talk("u:q"), calling("", "f"), *talk("t:20 a:good")],
+     "message 2, .* not write its tool_calls"),
     (VARIABLE, [*talk("u:q"), thinking("reasoning_content")],
      "message 2, .* not write its reasoning_content: remove it, or use a"),
 ])  # fmt: skip
@@ -358,6 +364,14 @@ def test_the_header_of_an_answer_that_opens_is_not_learned(name, content):
     assert told.endswith(text) and "<" not in told.removesuffix(text)
     alone = rendered({"messages": messages[:1]}, template)
     assert alone.removesuffix("(assistant)\n") == f"{start}(assistant)\n<{content}#>\n"
+
+
+def test_an_opening_without_a_header():
+    """A greeting; other answers have one."""
+    greeting = "{% if loop.first and m.role == 'assistant' %}{{ m.content + eos_token }}{% else %}"
+    template = INSIDE.replace(TURN, f"{greeting}{TURN}{{% endif %}}")
+    text = "<hi#>(user)\nq#\n(assistant)\n<good#>\n"
+    assert rendered({"messages": talk("a:hi u:q a:good")}, template) == text
 
 
 def test_an_opening_that_cannot_be_found_is_refused():
