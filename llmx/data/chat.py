@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from llmx.data import json_files, template_process, tokenizer_files, tokenizers, turns
-from llmx.data.rendered import Rendered, closing_tokens, num_shared
+from llmx.data.rendered import Rendered, closing_tokens, end_with_prompt, num_shared, until_header
 
 ROLES = (
     "system", "developer", "user", "assistant", "tool", "function", "ipython", "environment",
@@ -180,18 +180,23 @@ class Template:
         self, messages: Messages, asked: Sequence[tuple[int, bool]]
     ) -> list[Rendered | ValueError]:
         """`render` of the first so many messages with a generation prompt or not, for each asked;
-        or the ValueError of it. All together: the process of templates answers them at once."""
-        given = {"tools": None, "documents": None} | self._names | self._arguments
-        marked = self._marked(messages)
-        values = [
-            given | {"messages": marked[:count], "add_generation_prompt": prompt}
-            for count, prompt in asked
-        ]
-        answers = template_process.ask(self.source, (_BEGIN, _END), values)
+        or the ValueError of it. All together: the process answers them at once."""
+        marked = self._marked([*map(turns.with_reasoning, messages)])
+        answers = self._ask([(marked[:count], prompt) for count, prompt in asked])
         return [
             self._answered(answer, marked[:count])
             for answer, (count, _) in zip(answers, asked, strict=True)
         ]
+
+    def _ask(self, asked: Sequence[tuple[Messages, bool]]) -> list[dict[str, Any]]:
+        """What the process of templates answers to marked messages, with a generation prompt or
+        not."""
+        given = {"tools": None, "documents": None} | self._names | self._arguments
+        values = [
+            given | {"messages": messages, "add_generation_prompt": prompt}
+            for messages, prompt in asked
+        ]
+        return template_process.ask(self.source, (_BEGIN, _END), values)
 
     def _answered(self, answer: dict[str, Any], messages: Messages) -> Rendered | ValueError:
         if "refused" in answer:
@@ -228,18 +233,36 @@ class Template:
         word = isinstance(value, str) and re.fullmatch(r"[\w.-]*", value)
         return value if word and not self._special.search(value) else self._marked(value)
 
-    def _require_said(self, messages: Messages, whole: Rendered) -> None:
-        """Raises ValueError where the template leaves out what messages say."""
-        # Thoughts of earlier turns are left out on purpose, tools never; and most templates that
-        # know the word take tools beside messages alone.
-        known = self._words - {"tools", "functions"}
-        for key in {key for message in messages for key in turns.SAID if message.get(key)} - known:
-            less = [{name: x for name, x in one.items() if name != key} for one in messages]
+    def _whole(self, messages: Messages) -> Rendered:
+        """`render`. Raises ValueError too where the template leaves out what messages say."""
+        marked = self._marked([*map(turns.with_reasoning, messages)])
+        signed = turns.Signed(marked, _CONTENT_END)
+        found, answer = self._ask([(marked, False), (signed.messages, False)])
+        whole = _required(self._answered(found, marked))
+        for key in turns.SAID:
+            names = turns.names_of(key)
+            having = [number for number, message in enumerate(messages) if message.get(key)]
+            # Most templates that know these words take tools beside messages alone.
+            if not having or not self._words.isdisjoint({*names} - {"tools", "functions"}):
+                continue
+            less = [{name: x for name, x in one.items() if name not in names} for one in messages]
             if self.render(less).text == whole.text:
                 raise ValueError(
-                    f"a message has {key!r}, which the chat template does not write: remove it, or "
-                    "use a template that writes it"
+                    f"message {having[0] + 1}, of the role {messages[having[0]]['role']!r}, has "
+                    f"{key!r}, which the chat template does not write: remove it, or use a "
+                    "template that writes it"
                 )
+        # A template may refuse a text for its mark, which says nothing.
+        unsaid = [said for said in signed.said if said.mark not in answer.get("text", said.mark)]
+        together = max(1, _TOGETHER // len(whole.text or "1"))
+        for first in range(0, len(unsaid), together):
+            some = unsaid[first : first + together]
+            # Earlier thoughts are left out on purpose, and written where the turn is the last.
+            cut = self._ask([(signed.messages[: said.number + 1], False) for said in some])
+            for said, earlier in zip(some, cut, strict=True):
+                if not said.may_go or said.mark not in earlier.get("text", ""):
+                    raise ValueError(said.refusal(messages))
+        return whole
 
     def _read(self, raw: str) -> Rendered:
         """What the template wrote, without the marks."""
@@ -292,8 +315,7 @@ class Template:
         if talk.arguments:
             plain = dataclasses.replace(talk, arguments={})
             return self.given(talk.arguments).render_to_learn(plain)
-        whole = self.render(talk.messages)
-        self._require_said(talk.messages, whole)
+        whole = self._whole(talk.messages)
         learned = self._marked_turns(talk, whole)
         marked = bool(_GENERATION.search(self.source))
         if not marked:
@@ -335,6 +357,8 @@ class Template:
             found, size = self._renderings(going_on, asked), len(some)
             for at, number in enumerate(some):
                 before, behind, prompted = found[at::size]
+                if all(message["role"] in turns.SYSTEM for message in messages[:number]):
+                    before = self._before_opening(messages[:number], before, whole)
                 yield self._turn(messages, number, whole, _required(before), behind, prompted)
 
     def _turn(
@@ -392,9 +416,9 @@ class Template:
         texts = ended[1], longer[1]
         shared = num_shared(*texts)
         if shared == min(len(rendered.text) for rendered in texts):
-            return shared, _end_with_prompt(before, prompted, texts, shared)
+            return shared, end_with_prompt(before, prompted, texts, shared)
         # Something closes the conversation, or what the turn holds is changed later.
-        begins = self._content_end(number, *ended), self._content_end(number, *longer)
+        begins = self._content_ends(number, ended, longer)
         shared = num_shared(*texts, begins)
         ends = [begin + shared for begin in begins]
         if not any(
@@ -418,8 +442,22 @@ class Template:
         """Where a turn that ends at `end` in the text of one conversation ends in another's."""
         if one[0] is messages or num_shared(one[1], whole) >= end:
             return end
-        begins = self._content_end(number, *one), self._content_end(number, messages, whole)
+        begins = self._content_ends(number, one, (messages, whole))
         return begins[1] + min(end - begins[0], num_shared(one[1], whole, begins))
+
+    def _before_opening(
+        self, system: Messages, before: Rendered | ValueError, whole: Rendered
+    ) -> Rendered | ValueError:  # fmt: skip
+        """What is before an answer that opens a conversation, with its header.
+
+        before: what the template writes for an answer to nothing. It may refuse that, or write no
+        header or no start.
+        """
+        asked = [(len(system) + 1, prompt) for prompt in (False, True)]
+        plain, prompted = self._renderings([*system, _NEXT], asked)
+        if isinstance(plain, ValueError) or isinstance(prompted, ValueError):
+            return before
+        return until_header(whole, plain, prompted) or before
 
     def _size_of_header(
         self, messages: Messages, number: int, before: Rendered, whole: Rendered
@@ -441,13 +479,19 @@ class Template:
                 return 0 if before.text.endswith(header) else size
         return 0
 
-    def _content_end(self, number: int, messages: Messages, whole: Rendered) -> int:
-        """Where the content of a message ends in the text of its conversation, or, where that is
-        empty, the name of the last tool it calls."""
-        for tagged in turns.tagged(messages[number], _CONTENT_END):
-            found = self.render([*messages[:number], tagged, *messages[number + 1 :]])
-            if found.content_end is not None and found.text == whole.text:
-                return found.content_end
+    def _content_ends(self, number: int, *texts: tuple[Messages, Rendered]) -> tuple[int, ...]:
+        """Where the content of a message ends in the text of each conversation, or, where one has
+        none of it, the name of the last tool it calls."""
+        for tagged in turns.tagged(texts[0][0][number], _CONTENT_END):
+            found = [
+                self.render([*messages[:number], tagged, *messages[number + 1 :]])
+                for messages, _ in texts
+            ]
+            if all(
+                one.content_end is not None and one.text == whole.text
+                for one, (_, whole) in zip(found, texts, strict=True)
+            ):
+                return tuple(one.content_end for one in found)
         raise ValueError(
             f"the end of message {number + 1} cannot be found in what the chat template renders: "
             "use a template with {% generation %}"
@@ -473,22 +517,6 @@ def _required(found: Rendered | ValueError) -> Rendered:
     if isinstance(found, ValueError):
         raise found
     return found
-
-
-def _end_with_prompt(
-    before: Rendered, prompted: Rendered | ValueError, texts: tuple[Rendered, Rendered], end: int
-) -> int:  # fmt: skip
-    """Where a turn ends in the second of `texts`, where the conversation goes on.
-
-    end: where it does in the first, where the conversation ends. A template may close a turn only
-    where something follows, a generation prompt too.
-    """
-    if closing_tokens(texts[0], len(before.text), end) or isinstance(prompted, ValueError):
-        return end
-    size = len(prompted.text)
-    closed = any(first >= end for first, _ in prompted.special)
-    header = before.text.endswith(prompted.text[end:])
-    return size if closed and not header and num_shared(prompted, texts[1]) == size else end
 
 
 def _marked_token(found: re.Match) -> str:

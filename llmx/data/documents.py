@@ -227,6 +227,9 @@ def _jsonl_documents(
             return _text_of(record, where, text_key)
         try:
             text, *rendered[:] = render(record)
+        except RecursionError as error:
+            message = f"{where}: lists or objects that are nested too deep: write flatter ones"
+            raise _BadText("no conversation", message, "lines") from error
         except ValueError as error:
             raise _BadText("no conversation", f"{where}: {error}", "lines") from error
         return text

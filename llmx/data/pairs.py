@@ -5,7 +5,6 @@ that both reach a row of a batch together. In the row they are segments of their
 """
 
 import dataclasses
-import itertools
 import json
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -34,7 +33,7 @@ def read_record(record: Mapping[str, Any], template: chat.Template) -> tuple[byt
 
     A record has `chosen` and `rejected`, each a list of messages or the assistant's answer, and
     with or without them `prompt`, a list of messages or what the user says. The lists may begin
-    with the prompt. Without a prompt that is what both begin with. Raises ValueError.
+    with the prompt. What both begin with is the prompt's too. Raises ValueError.
     """
     talks = _conversations(record, template.variables)
     raw = json.dumps([talk.canonical().decode() for talk in talks]).encode()
@@ -59,29 +58,25 @@ def _conversations(
     asked = any(turns.begins_anew(side) for side in sides.values())
     if not prompt and not asked:
         prompt = further
-    if prompt:
-        found = [turns.joined(prompt, sides[name], ("prompt", name)) for name in _SIDES]
-    else:
-        shared = _shared(*(sides[name] for name in _SIDES))
-        found = [(side, shared) for side in sides.values()]
+    if not prompt and not asked:
+        raise ValueError(
+            "neither chosen nor rejected begins with what is asked: add a prompt, or begin both "
+            "with it, as lists of messages"
+        )
+    found = [turns.joined(prompt, sides[name], ("prompt", name)) for name in _SIDES]
     (chosen, first), (rejected, other) = found
     if not turns.all_same(chosen[:first], rejected[:other]):
         raise ValueError("chosen and rejected answer different prompts: write answers to one")
+    shared = turns.num_shared(chosen, rejected)
+    if not prompt and not shared:
+        raise ValueError("chosen and rejected have no common message: write answers to one prompt")
+    # The last message of either is its answer, also where the other goes on behind it.
+    first = max(first, min(shared, len(chosen) - 1, len(rejected) - 1))
     if further and turns.find(further, chosen) != 0:
         raise ValueError(
             "messages is neither the prompt nor the chosen conversation: remove it from the record"
         )
-    return [chat.assembled(*each, record, known) for each in found]
-
-
-def _shared(chosen: chat.Messages, rejected: chat.Messages) -> int:
-    """How many messages both lists begin with: the prompt."""
-    if not turns.begins_anew(chosen) and not turns.begins_anew(rejected):
-        raise ValueError("chosen and rejected without a prompt are lists of messages: add a prompt")
-    alike = itertools.takewhile(lambda two: turns.same(*two), zip(chosen, rejected, strict=False))
-    if not (shared := len([*alike])):
-        raise ValueError("chosen and rejected have no common message: write answers to one prompt")
-    return shared
+    return [chat.assembled(side, first, record, known) for side in (chosen, rejected)]
 
 
 def encode(

@@ -43,3 +43,34 @@ def closing_tokens(rendered: Rendered, begin: int, end: int) -> list[tuple[int, 
                 break
             found, end = [(first, behind), *found], first
     return found
+
+
+def end_with_prompt(
+    before: Rendered, prompted: Rendered | ValueError, texts: tuple[Rendered, Rendered], end: int
+) -> int:  # fmt: skip
+    """Where a turn ends in the second of `texts`, where the conversation goes on.
+
+    end: where it does in the first, where the conversation ends. A template may close a turn only
+    where something follows, a generation prompt too.
+    """
+    if closing_tokens(texts[0], len(before.text), end) or isinstance(prompted, ValueError):
+        return end
+    size = len(prompted.text)
+    closed = any(first >= end for first, _ in prompted.special)
+    header = before.text.endswith(prompted.text[end:])
+    return size if closed and not header and num_shared(prompted, texts[1]) == size else end
+
+
+def until_header(whole: Rendered, plain: Rendered, prompted: Rendered) -> Rendered | None:
+    """A text that an answer opens up to the end of the answer's header, None if it has none.
+
+    plain, prompted: a text that a user opens, without and with the header of an answer behind. The
+    header is where both openings differ, whatever stands before.
+    """
+    differ = num_shared(whole, plain)
+    for size in range(len(prompted.text) - num_shared(plain, prompted), 0, -1):
+        begin = whole.text.find(prompted.text[-size:], max(0, differ - size), differ + size)
+        if begin >= 0:
+            end = begin + size
+            return Rendered(whole.text[:end], tuple(t for t in whole.special if t[1] <= end))
+    return None

@@ -5,6 +5,8 @@ template takes beside the messages. What is known here is read, or refused by it
 (`id`, `source`, scores) are of other purposes and ignored.
 """
 
+import dataclasses
+import itertools
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,6 +26,9 @@ SAID = (
     "tool_calls", "function_call", "reasoning_content", "reasoning", "thinking", "thought",
     "tools", "functions",
 )  # fmt: skip
+# Names of one thing, of which `transformers` gives templates the first two, whichever is there.
+REASONING = ("reasoning_content", "thinking", "reasoning")
+_CALLS = ("tool_calls", "function_call")
 # Of a message: whether a turn of the assistant is learned.
 FLAGS = (
     "weight", "train", "trainable", "training", "loss", "loss_weight", "loss_mask", "learn",
@@ -42,9 +47,22 @@ Messages = list[dict[str, Any]]
 
 def same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two messages say the same, however their content is written."""
-    return all(one.get(key) == other.get(key) for key in ("role", *SAID)) and (
-        _text(one) == _text(other)
-    )
+    one, other = with_reasoning(one), with_reasoning(other)
+    keys = {"role", *SAID} - {"reasoning"}
+    return all(one.get(key) == other.get(key) for key in keys) and _text(one) == _text(other)
+
+
+def with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning under the names that templates read."""
+    for key in REASONING:
+        if message.get(key) is not None:
+            return {"thinking": message[key], **message, "reasoning_content": message[key]}
+    return dict(message)
+
+
+def names_of(key: str) -> Collection[str]:
+    """The names that a message may have one thing under."""
+    return REASONING if key in REASONING else (key,)
 
 
 def _text(message: Mapping[str, Any]) -> Any:
@@ -60,6 +78,12 @@ def _text(message: Mapping[str, Any]) -> Any:
 def all_same(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> bool:
     """Whether two lists of messages say the same."""
     return len(one) == len(other) and all(map(same, one, other))
+
+
+def num_shared(one: Messages, other: Messages) -> int:
+    """How many messages two lists begin with alike."""
+    alike = itertools.takewhile(lambda two: same(*two), zip(one, other, strict=False))
+    return len([*alike])
 
 
 def find(part: Messages, whole: Messages) -> int | None:
@@ -79,6 +103,8 @@ def joined(prompt: Messages, answer: Messages, names: tuple[str, str]) -> tuple[
     An answer may begin with the prompt, with its last turns, or with turns before it. Raises
     ValueError, with the names of both fields, where it begins with another one.
     """
+    if any(begins_anew([one]) for one in prompt) and all_same(prompt, answer[: len(prompt)]):
+        return [*prompt, *answer[len(prompt) :]], len(prompt)
     if not prompt or not begins_anew(answer):
         return [*prompt, *answer], len(prompt)
     for size in range(min(len(prompt), len(answer)), 0, -1):
@@ -131,6 +157,12 @@ def without_flags(messages: Messages) -> tuple[Messages, tuple[int, ...]]:
                 )
         _refuse_unclear(where, message)
         _refuse_media(where, message)
+        reasons = [key for key in REASONING if message.get(key) is not None]
+        if any(message[key] != message[reasons[0]] for key in reasons):
+            raise ValueError(
+                f"{where} has {' and '.join(reasons)}, which contradict each other: write the "
+                "reasoning once"
+            )
         if not all(flags.values()):
             unlearned.append(number)
         kept.append({key: value for key, value in message.items() if key not in FLAGS})
@@ -211,6 +243,81 @@ def _parsed(value: Any, key: str, kind: type) -> Any:
         wanted = "a list" if kind is list else "an object"
         raise ValueError(f"{key} is a {type(value).__name__}: write {wanted}")
     return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Said:
+    """A mark behind something that a message says."""
+
+    mark: str
+    number: int  # of the message
+    key: str  # that it says it under
+
+    @property
+    def may_go(self) -> bool:
+        """Whether templates leave it out on purpose once other messages follow."""
+        return self.key not in _CALLS
+
+    def refusal(self, messages: Messages) -> str:
+        """What is wrong where a template does not write it."""
+        message, remedy = messages[self.number], "remove it"
+        what = f"its {next(key for key in names_of(self.key) if key in message)}"
+        if isinstance(message.get(self.key), list) and self.key == "content":
+            what, remedy = "all of its list of parts", "write a string as its content"
+        elif self.key == "content":
+            calls = [key for key in _CALLS if key in message]
+            what += f" beside its {calls[0]}" if calls else ""
+            remedy = "remove one of the two" if calls else "remove the message"
+        return (
+            f"message {self.number + 1}, of the role {message['role']!r}: the chat template does "
+            f"not write {what}: {remedy}, or use a template that writes it"
+        )
+
+
+class Signed:
+    """Messages with marks behind all that they say: texts, thoughts, names of tools they call.
+
+    Each mark is another, and begins with the one that is given.
+    """
+
+    def __init__(self, messages: Messages, mark: str):
+        self._mark, self.said = mark, []
+        self.messages = [self._message(number, one) for number, one in enumerate(messages)]
+
+    def _message(self, number: int, message: dict[str, Any]) -> dict[str, Any]:
+        signed = {"content": self._content(number, message.get("content"))}
+        for key in (key for key in (*REASONING, "thought") if key in message):
+            same = next((name for name in names_of(key) if name in signed), None)
+            signed[key] = signed[same] if same else self._text(message[key], number, key)
+        for key in (key for key in _CALLS if key in message):
+            calls = message[key]
+            several = isinstance(calls, list)
+            made = [self._call(call, number, key) for call in (calls if several else [calls])]
+            signed[key] = made if several else made[0]
+        return message | {key: value for key, value in signed.items() if key in message}
+
+    def _content(self, number: int, content: Any) -> Any:
+        if not isinstance(content, list):
+            return self._text(content, number, "content")
+        return [
+            {**part, "text": self._text(part["text"], number, "content")}
+            if isinstance(part, dict) and "text" in part
+            else self._text(part, number, "content")
+            for part in content
+        ]
+
+    def _call(self, call: Any, number: int, key: str) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if isinstance(inner := call.get("function"), dict):
+            return {**call, "function": self._call(inner, number, key)}
+        return call | {"name": self._text(call["name"], number, key)} if "name" in call else call
+
+    def _text(self, text: Any, number: int, key: str) -> Any:
+        if not isinstance(text, str) or not text.strip():
+            return text
+        self.said.append(Said(f"{self._mark}{len(self.said):09d}", number, key))
+        return _tagged(text, self.said[-1].mark)
 
 
 def tagged(message: dict[str, Any], mark: str) -> Iterator[dict[str, Any]]:

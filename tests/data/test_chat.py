@@ -265,7 +265,7 @@ def test_a_turn_that_calls_tools_and_says_nothing(content, names, nested, coders
         ("{% for m in messages %}{{ m.content }}{% endfor %}"
          "{% if not add_generation_prompt %}({{ messages[1].content }}){% endif %}",
          "the end of message 2 cannot be found"),
-        (PLAIN.replace("CLOSED", "end").replace("{{ m.content }}", "{{ m.content[::-1] }}"),
+        (PLAIN.replace("CLOSED", "end").replace("{{ m.content }}", "{{ m.content + m.content }}"),
          "the end of message 2 cannot be found"),
         ("{% for m in messages %}{{ m.content }}{% endfor %}<|eot_id|>",
          "renders what is before message 2 in another way"),

@@ -101,7 +101,7 @@ def test_shards_of_pairs(tmp_path, capsys):
 @pytest.mark.parametrize(("bad", "said"), [
     ({"messages": []}, r"no pair in the record \(its keys: 'messages'\)"),
     (record("q", "same", "same"), "chosen and rejected are the same"),
-    ({"chosen": "a", "rejected": "b"}, "are lists of messages: add a prompt"),
+    ({"chosen": "a", "rejected": "b"}, "neither .* begins with what is asked: add a prompt"),
     ({"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "b"}]},
      "have no common message"),
     (record("q", [], "b"), "no turn of the assistant"),

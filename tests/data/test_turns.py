@@ -91,6 +91,36 @@ def test_a_pair_is_what_its_forms_say(record, wanted):
     assert both(record) == wanted
 
 
+MORE = ("uq#aone#ur#a<good#>", "uq#aone#ur#a<bad#>")
+
+
+@pytest.mark.parametrize(("prompt", "chosen", "rejected", "wanted"), [
+    (None, "u:q a:one u:r a:good", "u:q a:one u:r a:bad", MORE),
+    ("q", "u:q a:one u:r a:good", "u:q a:one u:r a:bad", MORE),
+    ("r", "u:q a:one u:r a:good", "u:q a:one u:r a:bad", MORE),
+    (talk("u:q"), "u:q a:one u:r a:good", "u:q a:one u:r a:bad", MORE),
+    (talk("u:q"), "a:one u:r a:good", "a:one u:r a:bad", MORE),
+    (talk("u:q a:one"), "u:q a:one u:r a:good", "u:r a:bad", MORE),
+    # Answers that differ early are answers from there on.
+    ("q", "u:q a:one u:r a:good", "u:q a:uno u:r a:bad",
+     ("uq#a<one#>ur#a<good#>", "uq#a<uno#>ur#a<bad#>")),
+    # One that goes on behind the other.
+    ("q", "u:q a:one", "u:q a:one u:r a:bad", ("uq#a<one#>", "uq#a<one#>ur#a<bad#>")),
+    (None, "u:q a:one", "u:q a:one u:r a:bad", ("uq#a<one#>", "uq#a<one#>ur#a<bad#>")),
+    # A greeting first, and a prompt that has it.
+    (talk("a:hi u:q"), "a:hi u:q a:good", "a:bad", ("ahi#uq#a<good#>", "ahi#uq#a<bad#>")),
+])  # fmt: skip
+def test_what_both_begin_with_is_the_prompt(prompt, chosen, rejected, wanted):
+    """Whether a prompt says a part of it once more or not."""
+    assert both(pair(prompt, talk(chosen), talk(rejected))) == wanted
+
+
+def test_a_text_may_begin_with_the_words_of_its_prompt():
+    """Nobody knows whether the answer repeats the question."""
+    assert both(pair("q", "q good", "bad")) == ("uq#a<q good#>", "uq#a<bad#>")
+    assert rendered({"prompt": "q", "completion": "q good"}) == "uq#a<q good#>"
+
+
 def test_parts_of_text_say_the_same_as_the_text():
     parts = {"role": "user", "content": [{"type": "text", "text": "q"}]}
     assert turns.same(parts, talk("u:q")[0]) and not turns.same(parts, talk("u:other")[0])
@@ -106,7 +136,9 @@ def test_parts_of_text_say_the_same_as_the_text():
     (pair(talk("s:s u:q"), "good", "bad", system="t"), "system and the first message contradict"),
     (pair("q", "good", "bad", history=[["b", "c"]]), "history holds earlier turns"),
     (pair("q", "good", "bad", images=["x.png"]), "has 'images', and text alone is read"),
-    ({"chosen": "a", "rejected": talk("a:b")}, "are lists of messages: add a prompt"),
+    ({"chosen": "a", "rejected": talk("a:b")}, "neither .* begins with what is asked"),
+    ({"chosen": talk("a:b u:q a:good"), "rejected": talk("a:b u:q a:bad")},
+     "neither .* begins with what is asked: add a prompt"),
 ])  # fmt: skip
 def test_pairs_that_contradict_themselves(record, said):
     with pytest.raises(ValueError, match=said):
@@ -178,6 +210,203 @@ def test_thoughts_that_a_template_drops_on_purpose():
     assert rendered({"messages": messages}, template) == "ub#a<c#>uq#a<good#>"
 
 
+# In the manner of published templates: each leaves something out.
+CALLS_ALONE = (  # Llama 3.1, Mistral v0.3
+    "{% for m in messages %}{{ m.role[0] }}{% if 'tool_calls' in m %}{% for c in m.tool_calls %}"
+    "[{{ (c.function or c).name }}]{% endfor %}{% else %}{{ m.content }}{% endif %}{{ eos_token }}"
+    "{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+CONTENT_ALONE = (  # DeepSeek-V3: an empty content is one, too
+    "{% for m in messages %}{{ m.role[0] }}{% if m.content is defined %}{{ m.content }}{% else %}"
+    "{% for c in m.tool_calls %}[{{ c.name }}]{% endfor %}{% endif %}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}a{% endif %}"
+)
+TWO_ROLES = (  # the first of Phi-3
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}{{ m.role[0] + m.content }}"
+    "{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+STRINGS = (  # Qwen 3, of which parts are no text
+    "{% for m in messages %}{{ m.role[0] }}{% if m.content is string %}{{ m.content }}{% endif %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+FIRST_PART = TEMPLATE.replace("(m.content or '')", "m.content[0].text")
+LAST_CALL = CALLS_ALONE.replace("for c in m.tool_calls", "for c in m.tool_calls[-1:]")
+# Thoughts of the last turn; what reads none has a variable of that name.
+LAST_THOUGHT = TEMPLATE.replace(
+    "{{ m.role[0] +", "{{ m.role[0] + ('(' + m.NAME + ')' if m.NAME and loop.last else '') +"
+)
+VARIABLE = "{% if thinking %}think{% endif %}" + TEMPLATE
+LAST_CONTENT = (  # the words beside a call are thoughts, which gpt-oss drops once an answer follows
+    "{% for m in messages %}{{ m.role[0] }}{% if not m.tool_calls %}{{ m.content }}{% else %}"
+    "{% if loop.last %}{{ m.content }}{% endif %}[{{ m.tool_calls[0].name }}]{% endif %}"
+    "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+CALL_AT_END = LAST_CONTENT.replace(
+    "{{ m.content }}{% endif %}[{{ m.tool_calls[0].name }}]",
+    "[{{ m.tool_calls[0].name }}]{% endif %}",
+)
+
+
+def parts(*texts):
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def calling(content, *names):
+    calls = [{"name": name} for name in names]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def of_transformers(messages, template):
+    """The text that it renders."""
+    library = pytest.importorskip("transformers.utils.chat_template_utils")
+    found, _ = library.render_jinja_template(
+        conversations=[messages], chat_template=template, eos_token="#"
+    )
+    return found[0]
+
+
+def thinking(key, content="good"):
+    return {"role": "assistant", "content": content, key: "why"}
+
+
+@pytest.mark.parametrize(("template", "messages", "said"), [
+    (CALLS_ALONE, [*talk("u:q"), calling("hm", "f")],
+     "message 2, of the role 'assistant': .* its content beside its tool_calls: remove one of the"),
+    (CALLS_ALONE, [*talk("u:q"), calling("hm")], "not write its content beside its tool_calls"),
+    (LAST_CALL, [*talk("u:q"), calling("", "f", "g")], "message 2, .* not write its tool_calls"),
+    (CONTENT_ALONE, [*talk("u:q"), calling("", "f"), *talk("t:20 a:good")],
+     "message 2, of the role 'assistant': .* not write its tool_calls: remove it, or use a"),
+    (TWO_ROLES, talk("s:s u:q a:good"),
+     "message 1, of the role 'system': .* not write its content: remove the message, or use a"),
+    (TWO_ROLES, talk("u:q t:20 a:good"), "message 2, of the role 'tool': .* write its content"),
+    (STRINGS, [{"role": "user", "content": parts("q")}, *talk("a:good")],
+     "message 1, of the role 'user': .* all of its list of parts: write a string as its content"),
+    (STRINGS, [*talk("u:q"), {"role": "assistant", "content": parts("good")}], "message 2, .*list"),
+    (FIRST_PART, [{"role": "user", "content": parts("q", "r")},
+                  {"role": "assistant", "content": parts("good")}], "message 1, .* list of parts"),
+    (CALL_AT_END, [*talk("u:q"), calling("", "f"), *talk("t:20 a:good")],
+     "message 2, .* not write its tool_calls"),
+    (VARIABLE, [*talk("u:q"), thinking("reasoning_content")],
+     "message 2, .* not write its reasoning_content: remove it, or use a"),
+])  # fmt: skip
+def test_what_a_template_leaves_out_is_refused(template, messages, said):
+    """As `transformers` leaves it out in silence."""
+    assert of_transformers(messages, template)
+    with pytest.raises(ValueError, match=said):
+        rendered({"messages": messages}, template)
+
+
+@pytest.mark.parametrize(("template", "messages", "wanted"), [
+    (CALLS_ALONE, [*talk("u:q"), calling("", "f"), *talk("t:20 a:good")],
+     "uq#a<[f]#>t20#a<good#>"),
+    (CALLS_ALONE, [*talk("u:q"), calling(" \n", "f", "g")], "uq#a<[f][g]#>"),
+    (TWO_ROLES, [{"role": "system", "content": " "}, *talk("u:q a:good")], "uq#a<good#>"),
+    (TWO_ROLES, [{"role": "system", "content": ""}, *talk("u:q a:good")], "uq#a<good#>"),
+    (FIRST_PART, [{"role": "user", "content": parts("q", " ")},
+                  {"role": "assistant", "content": parts("good")}], "uq#a<good#>"),
+    (LAST_THOUGHT.replace("NAME", "thinking"),
+     [*talk("u:b"), thinking("thinking", "c"), *talk("u:q"), thinking("thinking")],
+     "ub#a<c#>uq#a<(why)good#>"),
+    (LAST_CONTENT, [*talk("u:q"), calling("hm", "f"), *talk("t:20 a:good")],
+     "uq#a<[f]#>t20#a<good#>"),
+    # Words that a template looks for, or that it takes away.
+    (TEMPLATE.replace("(m.content or '')", "m.content.replace('/no', '')"),
+     talk("s:/no u:q/no a:good"), "s#uq#a<good#>"),
+    (TEMPLATE.replace("(m.content or '')", "(m.content | trim | upper)"), talk("u:q a:good"),
+     "uQ#a<GOOD#>"),
+    (TEMPLATE.replace("(m.content or '')", "(m.content | tojson)"), talk("u:q a:good"),
+     'u"q"#a<"good"#>'),
+])  # fmt: skip
+def test_what_a_template_leaves_out_on_purpose(template, messages, wanted):
+    assert rendered({"messages": messages}, template) == wanted
+    assert of_transformers(messages, template) == wanted.replace("<", "").replace(">", "")
+
+
+# Where a generation prompt and the start of a text are written, with what is before an answer.
+TURN = "({{ m.role }})\n{{ m.content + eos_token }}\n"
+PROMPT = "{% if add_generation_prompt %}(assistant)\n{% endif %}"
+INSIDE = f"{{% for m in messages %}}{TURN}{{% if loop.last %}}{PROMPT}{{% endif %}}{{% endfor %}}"
+OPENINGS = {
+    "inside the loop": (INSIDE, ""),
+    "inside, behind a start": ("[start]" + INSIDE, "[start]"),
+    "behind a default": (
+        "{% if messages[0].role != 'system' %}(system)\nkind\n{% endif %}" + INSIDE,
+        "(system)\nkind\n",
+    ),
+    "the start is of the first turn": (
+        "{% for m in messages %}{% if loop.first %}[start]{% endif %}" + TURN
+        + "{% endfor %}" + PROMPT,
+        "[start]",
+    ),
+    "outside": ("{% for m in messages %}" + TURN + "{% endfor %}" + PROMPT, ""),
+    "behind a system prompt that is none of the turns": (
+        "{% if messages[0].role == 'system' %}{% set turns = messages[1:] %}"
+        "{{ messages[0].content }}{% else %}{% set turns = messages %}{% endif %}"
+        + INSIDE.replace("in messages", "in turns"),
+        "",
+    ),
+    "always one": ("{% for m in messages %}" + TURN + "{% endfor %}(assistant){{ '\n' }}", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPENINGS)
+@pytest.mark.parametrize("content", ["hi", "", "(assistant)", "\nassistant"])
+def test_the_header_of_an_answer_that_opens_is_not_learned(name, content):
+    template, start = OPENINGS[name]
+    messages = [{"role": "assistant", "content": content}, *talk("u:q a:good")]
+    text = f"(assistant)\n<{content}#>\n(user)\nq#\n(assistant)\n<good#>\n"
+    text += "(assistant)\n" * (name == "always one")
+    assert rendered({"messages": messages}, template) == start + text
+    plain = start + text.replace("<", "").replace(">", "")
+    assert of_transformers(messages, template) == plain
+    told = [{"role": "system", "content": "s"}, *messages]
+    told = rendered({"messages": told}, template)
+    assert told.endswith(text) and "<" not in told.removesuffix(text)
+    alone = rendered({"messages": messages[:1]}, template)
+    assert alone.removesuffix("(assistant)\n") == f"{start}(assistant)\n<{content}#>\n"
+
+
+def test_an_opening_without_a_header():
+    """A greeting; other answers have one."""
+    greeting = "{% if loop.first and m.role == 'assistant' %}{{ m.content + eos_token }}{% else %}"
+    template = INSIDE.replace(TURN, f"{greeting}{TURN}{{% endif %}}")
+    text = "<hi#>(user)\nq#\n(assistant)\n<good#>\n"
+    assert rendered({"messages": talk("a:hi u:q a:good")}, template) == text
+
+
+def test_an_opening_that_cannot_be_found_is_refused():
+    """The template writes no header, and nothing without messages."""
+    template = "{{ messages[0].role[0] }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match="refuses the conversation: list object has no element 0"):
+        rendered({"messages": talk("a:hi u:q a:good")}, template)
+
+
+@pytest.mark.parametrize("reads", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_has_the_names_that_it_has_in_transformers(reads, key, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from support import small_tokenizers
+
+    template = LAST_THOUGHT.replace("NAME", reads)
+    folder = small_tokenizers.write(tmp_path, "byte_level", chat_template_jinja=template)
+    theirs, ours = (
+        transformers.AutoTokenizer.from_pretrained(folder), tokenizers.load(folder)
+    )  # fmt: skip
+    messages = [*talk("u:q"), thinking(key)]
+    want = theirs.apply_chat_template(messages, tokenize=False)
+    if "why" not in want:  # a name that transformers adds to no message
+        with pytest.raises(ValueError, match=f"message 2, .* does not write its {key}|has '{key}'"):
+            chat.read_record({"messages": messages}, chat.template_of(ours))
+        return
+    _, found = chat.read_record({"messages": messages}, chat.template_of(ours))
+    assert found.text == want and "(why)good" in want
+    # The same under two names is one thing.
+    twice = {"prompt": messages, "messages": [messages[0], thinking(reads)], "completion": []}
+    twice["prompt"] = messages[:1]
+    assert chat.read_record(twice, chat.template_of(ours))[1] == found
+    assert turns.same(messages[1], thinking(reads))
+
+
 def test_turns_that_are_not_learned_beside_generation():
     record = {"messages": talk("u:1 a:2 u:3 a:4 u:5 a:6")}
     assert rendered(record, MARKED) == "u1#a<2#>u3#a<4#>u5#a<6#>"
@@ -226,6 +455,8 @@ def message(**more):
     (message() | {"mask": "user"}, "the record has 'mask', which is not read"),
     (message(loss_weight=0.5), "message 2 has loss_weight=0.5"),
     (message(tools=TOOL), "has 'tools', which the chat template does not write"),
+    (message(reasoning="why", thinking="how"), "message 2 has thinking and reasoning, which"),
+    (message(reasoning_content="", reasoning="why"), "has reasoning_content and reasoning, which"),
     (message(thought="why"), "has 'thought', which the chat template does not write"),
     ({"prompt": "q", "completion": "good", "history": [["b", "c"]]}, "history holds earlier turns"),
     ({"prompt": "q", "completion": "good", "label": False}, "label says whether the answer"),
@@ -245,6 +476,22 @@ def test_a_refusal_names_the_line(tmp_path):
     )  # fmt: skip
     with pytest.raises(ValueError, match=r"a\.jsonl: line 2: the record has 'images'"):
         dataset.open_dataset(values, sequence_length=8, seed=0, log=lambda line: None)
+
+
+@pytest.mark.parametrize("depth", [600, 900])
+@pytest.mark.parametrize("format", ["chat", "preference"])
+def test_a_record_that_is_nested_too_deep_is_named(depth, format, tmp_path):
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    record = message() if format == "chat" else pair("q", "good", "bad")
+    deep = "[" * depth + "]" * depth
+    lines = [json.dumps(record), json.dumps(record)[:-1] + f', "tools": [{{"a": {deep}}}]}}']
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    values = config.DataConfig(
+        sources=(str(tmp_path / "a.jsonl"),), chat_template=str(tmp_path / "t.jinja"),
+        format=format, pack=False, cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"a\.jsonl: line 2: .* nested too deep: write flatter"):
+        dataset.open_dataset(values, sequence_length=32, seed=0, log=lambda line: None)
 
 
 def test_a_record_cannot_write_a_special_token():
