@@ -391,11 +391,14 @@ class Mirror:
     def _upload_small_alone(self) -> None:
         # The record first: what is beside it is then known to be of these launches.
         for name in sorted(self._small(), key=lambda name: name != RECORD):
-            with contextlib.suppress(FileNotFoundError):  # replaced or removed meanwhile
+            try:
                 state = self._state(name)
                 if self._sent.get(name) != state:
                     remote.upload(self._folder / name, f"{self._url}/{name}")
                     self._sent[name], self._arrived = state, time.time()
+            except FileNotFoundError:  # replaced or removed meanwhile; or the store has no bucket
+                if (self._folder / name).exists():
+                    raise
         for name in self._sent.keys() - {*self._small()}:
             remote.remove(f"{self._url}/{name}")
             del self._sent[name]

@@ -432,6 +432,20 @@ def test_a_failed_upload_is_told_and_tried_again(tmp_path, store, monkeypatch):
     assert lines[-1] == f"uploaded to {URL}"
 
 
+def test_a_small_file_that_the_store_does_not_take_has_not_arrived(tmp_path, store, monkeypatch):
+    """A store without the bucket says so as a disk does of a file that is gone."""
+    run = started(tmp_path / "a")
+    run.push()
+    (tmp_path / "a" / "metrics.jsonl").write_text("1\n")
+
+    def fail(file, url):
+        raise FileNotFoundError(errno.ENOENT, "The specified bucket does not exist", url)
+
+    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(remote, "upload", fail)
+    assert run.end(exits.DONE) == exits.UNSAVED
+
+
 def test_reading_takes_a_copy(tmp_path, store, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(mirror, "SCHEMES", ("memory",))
