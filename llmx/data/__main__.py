@@ -242,8 +242,9 @@ def _write_to_store(arguments: argparse.Namespace, recipe: build.Recipe) -> None
             tokens = f"{index['tokens']:,} tokens"
             exits.show(f"{arguments.output} is complete already: {tokens}; nothing to do")
             return
-        upload.begin(overwrite=arguments.overwrite)
-        index = _build(upload.folder, recipe, closed=upload.send)
+        index = upload.begin(recipe.identity(), overwrite=arguments.overwrite)
+        if index is None:
+            index = _build(upload.folder, recipe, closed=upload.send)
         upload.end()
     _print_index(arguments.output, index)
 

@@ -170,8 +170,9 @@ def foreign_names(names: Collection[str]) -> list[str]:
     return sorted(name for name in names if not any(known.fullmatch(name) for known in ours))
 
 
-def _read_progress(path: pathlib.Path) -> dict:
-    """The checked content of progress.json, {} where there is none."""
+def read_progress(folder: pathlib.Path) -> dict:
+    """The checked content of progress.json, {} where there is none. Raises ValueError."""
+    path = folder / shards_lib.PROGRESS
     if not path.is_file():
         return {}
     remedy = f"delete {path.parent} and start again"
@@ -197,7 +198,7 @@ def _read_progress(path: pathlib.Path) -> dict:
 
 def _start(folder: pathlib.Path, recipe: Recipe) -> dict:
     """The recorded progress; files that it does not list are removed."""
-    progress, identity = _read_progress(folder / shards_lib.PROGRESS), recipe.identity()
+    progress, identity = read_progress(folder), recipe.identity()
     if progress and progress["identity"] != identity:
         if progress["shards"]:
             raise ValueError(

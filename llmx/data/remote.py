@@ -341,6 +341,11 @@ def fetch(
             full_disk.write_atomically(known_file, json.dumps(known).encode())
 
 
+def fetch_file(url: str, target: pathlib.Path) -> None:
+    """Copies one object to a local file, without a listing. Raises OSError."""
+    _copy(url, status(url), target)
+
+
 def _known(file: pathlib.Path) -> dict[str, list[int]]:
     """What was copied; where the file is damaged nothing is known of it, and all is copied anew."""
     try:
