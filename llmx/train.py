@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
                 f"{config.workdir}/checkpoints", config.checkpoint, log=log,
                 may_write=job.may_write if store.is_local else job.still_owns, place=store.place,
                 on_saved=store.pushing(functools.partial(caller.saved, config.workdir)),
-                in_use=store.uses,
+                in_use=store.uses, again=store.again,
             )  # fmt: skip
 
             # 2. Mesh and shapes: nothing is allocated.
