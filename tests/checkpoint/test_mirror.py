@@ -271,8 +271,10 @@ def test_an_upload_meanwhile_does_not_take_the_checkpoint_for_deleted(store, dam
     with checkpoints:
         assert restored_step(checkpoints) == 12
     noted[0].join()
+    removed = []
+    monkeypatch.setattr(remote, "remove", removed.append)
     run.push()
-    assert steps_in(store) == {"4", "8", "12"}
+    assert removed == [] and steps_in(store) == {"4", "8", "12"}
 
 
 @pytest.mark.parametrize("how", ["went on elsewhere", "another run", "of no known run"])
