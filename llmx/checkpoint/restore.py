@@ -121,7 +121,7 @@ def newest(
     if not bad:
         return None
     rows = "\n".join(f"  {s}: {reason}" for s, reason in bad.items())
-    remedy = "bring back a copy of one, or move them out of the directory to start anew"
+    remedy = "bring back a copy of one, or begin anew in another work directory"
     if others := [s for s in directory.steps(root) if s not in bad]:
         remedy = f"choose another step of {others}"
     raise ValueError(f"no good checkpoint in {root}; all are left as they are:\n{rows}\n{remedy}")
