@@ -206,7 +206,7 @@ def take(
         if is_local(workdir):
             os.makedirs(workdir, exist_ok=True)
         store = open_store(workdir)
-        record = own_record(ttl)
+        record = own_record(ttl, workdir)
         unchanged = 0
         for _ in range(ATTEMPTS):
             found, stamp = read(store)
@@ -269,7 +269,26 @@ def _outlast(workdir: str, store: Any, found: dict, stamp: bytes, ttl: float, lo
     return stamp
 
 
+def _copied_from(workdir: str, found: dict) -> str:
+    """The directory whose lease `found` is, where that is another one and this file a copy; else
+    "", also for records that do not say where they belong."""
+    place = found.get("workdir")
+    if not isinstance(place, str) or place in ("", real_place(workdir)):
+        return ""
+    with contextlib.suppress(Unavailable, OSError):
+        if is_local(place) and is_local(workdir) and os.path.samefile(place, workdir):
+            return ""  # mounted twice
+        there, _ = read(open_store(place))
+        return place if there is not None and there.get("token") == found.get("token") else ""
+    return ""
+
+
 def _refusal(workdir: str, owner: dict) -> ValueError:
+    if place := _copied_from(workdir, owner):
+        return ValueError(
+            f"{workdir} was copied from {place}, where {owner_text(owner)} runs: delete {FILE} in "
+            f"{workdir}, and run again"
+        )
     pid = owner.get("pid", "?")
     stop = f"`kill {pid}`" + ("" if is_here(owner) else f" on {owner.get('host', '?')}")
     return ValueError(
@@ -292,8 +311,8 @@ def owner_text(owner: dict) -> str:
 # ------------------------------------------------------------------------------ who and where
 
 
-def own_record(ttl: float) -> dict:
-    """What the file says of this process."""
+def own_record(ttl: float, workdir: str = "") -> dict:
+    """What the file says of this process, and of where it lies."""
     boot, namespace = machine()
     return {
         "token": uuid.uuid4().hex,
@@ -307,7 +326,13 @@ def own_record(ttl: float) -> dict:
         "heartbeat_time": clock_text(),
         "ttl": ttl,
         "job": job_name(),
+        "workdir": real_place(workdir),
     }
+
+
+def real_place(workdir: str) -> str:
+    """The one name of a directory that may be named by links."""
+    return os.path.realpath(workdir) if is_local(workdir) else workdir.rstrip("/")
 
 
 def job_name() -> str:

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -321,6 +322,33 @@ def test_a_directory_that_cannot_be_written(tmp_path):
     for folder in (tmp_path / "file", tmp_path / "file" / "run", "/sys/llmx"):
         with pytest.raises(ValueError, match=r"cannot be written .*name another --workdir"):
             ownership.take(str(folder), log=print)
+
+
+@pytest.mark.parametrize("how", ["copied", "moved", "mounted twice", "copied, of an old version"])
+def test_a_copy_of_a_directory_in_use_is_told_from_it(tmp_path, workdir, holder, monkeypatch, how):
+    """The remedy is not to end the other run."""
+    other = tmp_path / "other"
+    if how == "moved":
+        os.rename(workdir, other)
+    else:
+        shutil.copytree(workdir, other)
+    if how == "mounted twice":
+        monkeypatch.setattr(os.path, "samefile", lambda a, b: True)
+    if how == "copied, of an old version":
+        found = json.loads(file(other).read_text())
+        del found["workdir"]
+        file(other).write_text(json.dumps(found))
+    is_copy = how == "copied"
+    words = f"copied from {workdir}, .*delete owner.json in" if is_copy else "is in use by .*kill"
+    with pytest.raises(ValueError, match=words):
+        ownership.take(str(other), log=print, ttl=TTL)
+    if is_copy:
+        (tmp_path / "link").symlink_to(workdir)
+        with pytest.raises(ValueError, match="is in use by"):
+            ownership.take(str(tmp_path / "link"), log=print, ttl=TTL)
+        file(other).unlink()  # as it says
+        ownership.take(str(other), log=print, ttl=TTL).release()
+        assert ask(holder) == "mine\n"
 
 
 class Refusing:
