@@ -318,7 +318,7 @@ def _tokenizer_content(coder: tokenizers.Tokenizer) -> dict[str, Any]:
 
 
 def _command() -> argparse.ArgumentParser:
-    command = argparse.ArgumentParser(
+    command = printable.Parser(
         prog="python -m llmx.convert", allow_abbrev=False,
         description="Writes a run as a Hugging Face checkpoint or a GGUF file, or makes a work "
         "directory of a Hugging Face checkpoint.",

@@ -58,7 +58,7 @@ def show_sample(
 
 
 def _command() -> argparse.ArgumentParser:
-    command = argparse.ArgumentParser(
+    command = printable.Parser(
         prog="python -m llmx.generate",
         description="Continues prompts, or a conversation, with a trained run.",
     )

@@ -14,12 +14,12 @@ from llmx.checkpoint import hf_formats
 from llmx.config import Config, ConfigError, value_types
 from llmx.data import json_files
 from llmx.model import families
-from llmx.runtime import launch
+from llmx.runtime import launch, printable
 
 
 def parser(module: str, description: str) -> argparse.ArgumentParser:
     """The command line that all commands share."""
-    made = argparse.ArgumentParser(
+    made = printable.Parser(
         prog=f"python -m {module}", description=description, allow_abbrev=False,
         epilog="Any value of the config is overridden by --config.SECTION.KEY=VALUE; "
         "docs/configuration.md lists them.",

@@ -7,7 +7,6 @@ kill, or is damaged, is left out when the file is read. `python -m llmx.config.h
 shows it.
 """
 
-import argparse
 import contextlib
 import copy
 import hashlib
@@ -290,7 +289,7 @@ def lines(workdir: str | os.PathLike) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Shows the history of a run."""
-    command = argparse.ArgumentParser(prog="python -m llmx.config.history", description=FILE)
+    command = printable.Parser(prog="python -m llmx.config.history", description=FILE)
     command.add_argument("workdir", help="of the run")
     workdir = command.parse_args(argv).workdir
     try:

@@ -31,7 +31,7 @@ from llmx.runtime import exits, printable
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's options."""
-    parser = argparse.ArgumentParser(
+    parser = printable.Parser(
         prog="python -m llmx.data",
         description="Write text as memory-mapped token shards, to train on with "
         "--config.data.sources=\"('shards:DIR',)\". Run it again after an interruption and it "
@@ -89,8 +89,9 @@ def _make_bar(*, unit: str):
 
     sizes = [progress.DownloadColumn(), progress.TransferSpeedColumn()] if unit == "bytes" else []
     return progress.Progress(
-        progress.TextColumn("{task.description}"), progress.BarColumn(),
-        progress.TaskProgressColumn(), *sizes, progress.TextColumn("{task.fields[note]}"),
+        progress.TextColumn("{task.description}", markup=False), progress.BarColumn(),
+        progress.TaskProgressColumn(), *sizes,
+        progress.TextColumn("{task.fields[note]}", markup=False),
         progress.TimeRemainingColumn(), console=rich.console.Console(stderr=True),
     )  # fmt: skip
 
@@ -158,7 +159,9 @@ def verify(folder: pathlib.Path) -> None:
     """Checks sizes and checksums of a finished folder, with a progress bar."""
     index = shards_lib.read_index(folder)
     with _make_bar(unit="shards") as bar:
-        task = bar.add_task(f"verify {folder}", total=len(index["shards"]), note="")
+        task = bar.add_task(
+            f"verify {printable.printable(folder)}", total=len(index["shards"]), note=""
+        )
         shards_lib.check_sizes(folder, index["shards"], dtype=np.dtype(index["dtype"]))
         for entry in index["shards"]:
             shards_lib.check_sums(folder, entry)

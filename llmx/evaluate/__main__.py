@@ -31,7 +31,7 @@ from llmx.step.step import Recipe
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the loss, or the share of right answers, of a trained run."""
-    command = argparse.ArgumentParser(
+    command = printable.Parser(
         prog="python -m llmx.evaluate",
         description="Loss of a trained run on its held-out split or other text; right answers.",
     )

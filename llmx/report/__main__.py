@@ -6,7 +6,6 @@ The runs may still be training, and may be of unequal length. Exit codes: 0; 2 w
 directory or the output is wrong; 75 where a disk failed.
 """
 
-import argparse
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from llmx.runtime import output_paths
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the page and prints its path; returns the exit code."""
-    command = argparse.ArgumentParser(
+    command = printable.Parser(
         prog="python -m llmx.report",
         description="Compare runs on one HTML page: loss, throughput, gradient norm, learning "
         "rate, and what differs between their configs.",

@@ -18,7 +18,7 @@ from llmx.runtime import bounds, exits, printable
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's options."""
-    parser = argparse.ArgumentParser(
+    parser = printable.Parser(
         prog="python -m llmx.data.records",
         description="Write records of clicks as memory-mapped shards, to train on with "
         "--config.data.format=records --config.data.sources=\"('shards:DIR',)\".",
