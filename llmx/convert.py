@@ -382,7 +382,7 @@ def main(argv: list[str] | None = None) -> int:
         return exits.UNSAVED
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError, OSError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
     except KeyboardInterrupt:  # what was written is removed
         print("interrupted: run the same command again", file=sys.stderr)

@@ -23,7 +23,7 @@ def main() -> None:
         workdir = mirror.reading(workdir)
         exits.show("\n".join(map(str, plot.plot_all(workdir, log=printable.to_stderr))))
     except (ValueError, OSError) as error:
-        text = f"{parser.prog}: error: {printable.printable(error)}\n"
+        text = f"{parser.prog}: error: {printable.printable(transient.told(error))}\n"
         parser.exit(transient.exit_code(error), text)
 
 

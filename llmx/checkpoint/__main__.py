@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[args.command](args)
     except (ValueError, OSError, MemoryError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
 
 

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exits.STOPPED
     # RuntimeError: no checkpoint of the run is good, or the devices have no room for it.
     except (ValueError, RuntimeError, OSError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
     if args.json:
         exits.show(json.dumps([vars(row) for row in rows]))

@@ -300,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if text := damaged(workdir):
             printable.to_stderr(f"warning: {text}")
     except ValueError as error:
-        printable.to_stderr(error)
+        printable.to_stderr(transient.told(error))
         return transient.exit_code(error)
     except OSError as error:
         printable.to_stderr(f"{workdir}/{FILE} cannot be shown: {auxiliary.cause(error)}")

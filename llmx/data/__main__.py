@@ -392,7 +392,7 @@ def main(argv: list[str] | None = None) -> int:
             teach(arguments)
     # RuntimeError: no checkpoint of the teacher is good.
     except (ValueError, OSError, RuntimeError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)

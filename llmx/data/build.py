@@ -417,10 +417,8 @@ def _make_folder(folder: pathlib.Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(
-            f"{folder} cannot be made ({error.strerror}): set data.cache_dir to a folder that "
-            "this user may write"
-        ) from error
+        remedy = "set data.cache_dir to a folder that this user may write"
+        raise transient.refusal(f"{folder} cannot be made", error, remedy) from error
 
 
 def cached_shards(

@@ -9,7 +9,7 @@ import contextlib
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from llmx.data import build, remote, transient
 from llmx.data import shards as shards_lib
@@ -42,9 +42,20 @@ class Upload:
         self.folder = remote.local_place(url, pathlib.Path(cache_dir) / "uploads")
         self._sent: set[str] = set()
 
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise transient.refusal(
+                f"--output {self.url} cannot be written", error,
+                f"check its name, the credentials and the space for {self.folder}",
+            ) from error  # fmt: skip
+
     def index(self) -> dict | None:
         """The index of a finished folder there. Raises ValueError for a damaged one."""
-        return self._read(shards_lib.INDEX, shards_lib.read_index)
+        with self._refusing():
+            return self._read(shards_lib.INDEX, shards_lib.read_index)
 
     def begin(self, identity: str, *, overwrite: bool) -> dict | None:
         """Makes the local folder what is there, unless it is further with the same work; or removes
@@ -52,6 +63,10 @@ class Upload:
 
         identity: of the work. Raises ValueError where other files are there.
         """
+        with self._refusing():
+            return self._begin(identity, overwrite=overwrite)
+
+    def _begin(self, identity: str, *, overwrite: bool) -> dict | None:
         names = sorted(remote.find(self.url)) if remote.kind_of(self.url) == "folder" else []
         if foreign := build.foreign_names(names):
             raise ValueError(
@@ -115,6 +130,10 @@ class Upload:
 
     def send(self) -> None:
         """Uploads the complete files of the local folder, and last what says what they are."""
+        with self._refusing():
+            self._send()
+
+    def _send(self) -> None:
         stage = next(name for name in reversed(_STAGES) if (self.folder / name).is_file())
         shard_files = _listed({"shards": shards_lib.entries_of(self.folder / stage)})
         for path in sorted(self.folder.iterdir()):

@@ -113,9 +113,9 @@ def _as_os_error(url: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None and not error.args[1:]:
+        if url in str(error):
             raise
-        text = error.strerror or str(error)
+        text = error.strerror or str(error) or type(error).__name__
         raise type(error)(f"{text} ({url})") from error
     except Exception as error:
         cause = " ".join(str(error).split())[:300] or type(error).__name__

@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         step, result, sentence = _evaluate(args)
     # RuntimeError: no checkpoint of the run is good, or the devices have no room for it.
     except (ValueError, RuntimeError, OSError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
     try:
         if jax.process_index() == 0:

@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write = full_disk.names_path(pathlib.Path.write_text)
         write(pathlib.Path(args.output), page.render(found), encoding="utf-8")
     except (ValueError, OSError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
     for note in (note for run in found for note in run.notes):
         printable.to_stderr(f"warning: {note}")

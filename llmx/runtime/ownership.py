@@ -12,6 +12,7 @@ cannot stop an owner that was suspended for longer than `ttl`: what writes calls
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -29,6 +30,9 @@ TTL_SECONDS = 20.0
 IO_SECONDS = 30.0  # a read or write that takes longer has failed; it may still take effect
 LONGEST_TTL = 600.0  # of another owner that is believed
 ATTEMPTS = 10  # to take a directory, each of which another start, or a death, has undone
+
+# What says that the same may succeed later, of TensorStore and of disks.
+_PASSING = re.compile(r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|Timeout|Errno (5|116)\b")
 
 Log = Callable[[str], None]
 
@@ -227,9 +231,11 @@ def take(
         raise Unavailable(_refused(workdir))
     except (Unavailable, OSError) as error:
         remedy = "free space on its disk" if is_local(workdir) else "check the name of the bucket"
+        remedy = f"make it writable, {remedy}, or name another --workdir"
+        if _PASSING.search(f"{error} {error.__cause__!r}"):
+            remedy = "run again"
         raise ValueError(
-            f"the work directory {workdir} cannot be written ({error}): make it writable, "
-            f"{remedy}, or name another --workdir"
+            f"the work directory {workdir} cannot be written ({error}): {remedy}"
         ) from error
 
 

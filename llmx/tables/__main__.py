@@ -143,10 +143,10 @@ def main(argv: list[str] | None = None) -> int:
         return exits.DONE
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
     except OSError as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error, exits.UNSAVED)
     except KeyboardInterrupt:  # what was written is removed
         print("interrupted: run the same command again", file=sys.stderr)

@@ -313,7 +313,7 @@ def test_another_machine_continues_shards_to_the_same_bytes(tmp_path, store, mac
 
 
 @pytest.fixture
-def cut_off(tmp_path, store, machines, monkeypatch):
+def cut_off(tmp_path, store, machines, monkeypatch, capsys):
     """Three shards of a build are complete on this disk, two of them in the store; its options, the
     files of the whole, and the shards that are written from then on."""
     (tmp_path / "a.jsonl").write_bytes(formats.jsonl())
@@ -329,6 +329,9 @@ def cut_off(tmp_path, store, machines, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(remote, "upload", upload)
         assert machines("a", *source, "--output", "memory://b/out") == 75
+    said = capsys.readouterr().err
+    assert "error: --output memory://b/out cannot be written (503 SlowDown (" in said
+    assert said.endswith("): run again\n")
     assert "shard-00002.tokens" not in memory_store.objects(store, "b/out")
     monkeypatch.setattr(shards.ShardWriter, "close", lambda w: written.append(w.name) or close(w))
     whole = {path.name: path.read_bytes() for path in (tmp_path / "local").iterdir()}
@@ -400,6 +403,21 @@ def test_finished_shards_of_other_settings_are_not_removed(store, machines, cut_
     assert "the unfinished result of other sources or settings" in capsys.readouterr().err
     assert machines("a", *source, "--output", "memory://b/out") == 0
     assert memory_store.objects(store, "b/out") == whole
+
+
+def test_a_bucket_that_does_not_exist_is_named_with_what_to_do(
+    tmp_path, store, machines, monkeypatch, capsys
+):
+    (tmp_path / "a.txt").write_text("text")
+
+    def fail(*_, **__):
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    monkeypatch.setattr(type(store), "put_file", fail)
+    assert machines("a", "--source", tmp_path / "a.txt", "--output", "memory://nobucket/tok") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    for words in ("--output memory://nobucket/tok", "bucket does not exist", "check its name"):
+        assert words in said
 
 
 @pytest.mark.parametrize("damage", [b"", b'{"a.txt": [1, 2', b"[1]", b"\xff\xfe"])

@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("\n".join(problems))
         write(arguments, config)
     except (ValueError, OSError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)
