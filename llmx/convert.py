@@ -184,19 +184,21 @@ def _to_store(flag: str, url: str, export: Callable[[str], int], *, last: str) -
     """Exports into a local folder and uploads it, the file `last` last; returns the step."""
     if found := remote.problems(flag, url):
         raise ValueError(found[0])
-    _left_in_store(url, last)
+    with remote.writing(f"{flag}{url}"):
+        _left_in_store(url, last)
     place = url.rstrip("/")
     mark = f"{place}/{output_paths.UNFINISHED}"
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch, "exported")
         step = export(str(folder))
-        left = _left_in_store(url, last)  # once more: the export took long
-        owner = ownership.own_record(ownership.TTL_SECONDS)
-        remote.write_bytes(mark, json.dumps(owner).encode())
-        for name in left - {output_paths.UNFINISHED}:
-            remote.remove(f"{place}/{name}")
-        remote.upload_folder(folder, url, last=last)
-        remote.remove(mark)
+        with remote.writing(f"{flag}{url}"):
+            left = _left_in_store(url, last)  # once more: the export took long
+            owner = ownership.own_record(ownership.TTL_SECONDS)
+            remote.write_bytes(mark, json.dumps(owner).encode())
+            for name in left - {output_paths.UNFINISHED}:
+                remote.remove(f"{place}/{name}")
+            remote.upload_folder(folder, url, last=last)
+            remote.remove(mark)
     return step
 
 

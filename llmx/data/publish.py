@@ -9,7 +9,7 @@ import contextlib
 import pathlib
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from llmx.data import build, remote, transient
 from llmx.data import shards as shards_lib
@@ -42,15 +42,8 @@ class Upload:
         self.folder = remote.local_place(url, pathlib.Path(cache_dir) / "uploads")
         self._sent: set[str] = set()
 
-    @contextlib.contextmanager
-    def _refusing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise transient.refusal(
-                f"--output {self.url} cannot be written", error,
-                f"check its name, the credentials and the space for {self.folder}",
-            ) from error  # fmt: skip
+    def _refusing(self) -> contextlib.AbstractContextManager:
+        return remote.writing(f"--output {self.url}", f"the space for {self.folder}")
 
     def index(self) -> dict | None:
         """The index of a finished folder there. Raises ValueError for a damaged one."""

@@ -123,6 +123,19 @@ def _as_os_error(url: str) -> Iterator[None]:
         raise kind(f"{cause} ({url})") from error
 
 
+@contextlib.contextmanager
+def writing(what: str, *also: str) -> Iterator[None]:
+    """Turns OSError into the ValueError that `what`, a URL with its option, cannot be written.
+
+    also: what else is to be checked then.
+    """
+    try:
+        yield
+    except OSError as error:
+        remedy = f"check {' and '.join(['its name', 'the credentials', *also])}"
+        raise transient.refusal(f"{what} cannot be written", error, remedy) from error
+
+
 def status(url: str) -> Status:
     """The present state of an object. Raises OSError."""
     files, path = _of(url)
