@@ -184,19 +184,21 @@ def _to_store(flag: str, url: str, export: Callable[[str], int], *, last: str) -
     """Exports into a local folder and uploads it, the file `last` last; returns the step."""
     if found := remote.problems(flag, url):
         raise ValueError(found[0])
-    _left_in_store(url, last)
+    with remote.writing(f"{flag}{url}"):
+        _left_in_store(url, last)
     place = url.rstrip("/")
     mark = f"{place}/{output_paths.UNFINISHED}"
     with tempfile.TemporaryDirectory() as scratch:
         folder = pathlib.Path(scratch, "exported")
         step = export(str(folder))
-        left = _left_in_store(url, last)  # once more: the export took long
-        owner = ownership.own_record(ownership.TTL_SECONDS)
-        remote.write_bytes(mark, json.dumps(owner).encode())
-        for name in left - {output_paths.UNFINISHED}:
-            remote.remove(f"{place}/{name}")
-        remote.upload_folder(folder, url, last=last)
-        remote.remove(mark)
+        with remote.writing(f"{flag}{url}"):
+            left = _left_in_store(url, last)  # once more: the export took long
+            owner = ownership.own_record(ownership.TTL_SECONDS)
+            remote.write_bytes(mark, json.dumps(owner).encode())
+            for name in left - {output_paths.UNFINISHED}:
+                remote.remove(f"{place}/{name}")
+            remote.upload_folder(folder, url, last=last)
+            remote.remove(mark)
     return step
 
 
@@ -318,7 +320,7 @@ def _tokenizer_content(coder: tokenizers.Tokenizer) -> dict[str, Any]:
 
 
 def _command() -> argparse.ArgumentParser:
-    command = argparse.ArgumentParser(
+    command = printable.Parser(
         prog="python -m llmx.convert", allow_abbrev=False,
         description="Writes a run as a Hugging Face checkpoint or a GGUF file, or makes a work "
         "directory of a Hugging Face checkpoint.",
@@ -382,7 +384,7 @@ def main(argv: list[str] | None = None) -> int:
         return exits.UNSAVED
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError, OSError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
     except KeyboardInterrupt:  # what was written is removed
         print("interrupted: run the same command again", file=sys.stderr)

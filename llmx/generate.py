@@ -58,7 +58,7 @@ def show_sample(
 
 
 def _command() -> argparse.ArgumentParser:
-    command = argparse.ArgumentParser(
+    command = printable.Parser(
         prog="python -m llmx.generate",
         description="Continues prompts, or a conversation, with a trained run.",
     )
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stdout = None  # the reader has seen enough
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError, OSError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
     return 0
 

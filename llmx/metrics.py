@@ -1,7 +1,5 @@
 """Draws a run's loss curve, and its numbers by layer: python -m llmx.metrics WORKDIR"""
 
-import argparse
-
 from llmx.runtime import exits, printable
 
 if __name__ == "__main__":
@@ -14,7 +12,7 @@ from llmx.runtime import plot
 
 def main() -> None:
     """Draws WORKDIR/loss.png, and layers.png where there are numbers by layer; prints the paths."""
-    parser = argparse.ArgumentParser(
+    parser = printable.Parser(
         prog="python -m llmx.metrics",
         description="Draw the loss curves of a run to "
         "loss.png, and what it recorded of each layer, if anything, to layers.png.",
@@ -25,7 +23,7 @@ def main() -> None:
         workdir = mirror.reading(workdir)
         exits.show("\n".join(map(str, plot.plot_all(workdir, log=printable.to_stderr))))
     except (ValueError, OSError) as error:
-        text = f"{parser.prog}: error: {printable.printable(error)}\n"
+        text = f"{parser.prog}: error: {printable.printable(transient.told(error))}\n"
         parser.exit(transient.exit_code(error), text)
 
 

@@ -84,12 +84,13 @@ def main(argv: Sequence[str] | None = None, caller: Caller | None = None) -> int
             job.own(config.workdir)
             from llmx.checkpoint import resume
 
+            history.require_checkpoints(config)
             resume.begin_going_back(config)
             checkpoints = checkpointer.Checkpointer(
                 f"{config.workdir}/checkpoints", config.checkpoint, log=log,
                 may_write=job.may_write if store.is_local else job.still_owns, place=store.place,
-                on_saved=store.pushing(functools.partial(caller.saved, config.workdir)),
-                in_use=store.uses,
+                on_saved=store.pushing(history.noting_saves(config.workdir, caller.saved, log)),
+                in_use=store.uses, again=store.again,
             )  # fmt: skip
 
             # 2. Mesh and shapes: nothing is allocated.
@@ -291,6 +292,7 @@ def restore(config: Config, recipe: "Recipe", checkpoints, dataset, job: job_lib
             state = recipe.strategy.begin(restored.state, job.peers)
         if recipe.strategy.waits:  # others may be ahead
             restored = restored._replace(state=state, step=int(jax.device_get(state.step)))
+        history.require_checkpoints(config, restored.step)
         rows = resume.host_rows(recipe, restored, config.workdir)
         job.peers.agree("restored state", {"steps taken": restored.step})
     job.progress.begin_at(restored.step)

@@ -128,6 +128,13 @@ def strike_vanish_checkpoints(case: Case, launch: Launch) -> None:
     _vanish(case.workdir / "checkpoints")
 
 
+def bring_back_vanished(case: Case) -> None:
+    """A run that has saved does not begin anew without its checkpoints."""
+    for path in sorted(case.workdir.glob("vanished-checkpoints-*")):
+        if not (case.workdir / "checkpoints").exists():
+            path.rename(case.workdir / "checkpoints")
+
+
 def strike_vanish_workdir(case: Case, launch: Launch) -> None:
     _vanish(case.workdir)
 
@@ -269,7 +276,9 @@ KINDS: dict[str, Kind] = {
     "disk_full_while": Kind(
         ("step", "save"), _strike_disk_full(left=0, for_ever=False), prepare=mount_small,
     ),
-    "vanish_checkpoints": Kind(("step", "save"), strike_vanish_checkpoints, codes=(2, 74)),
+    "vanish_checkpoints": Kind(
+        ("step", "save"), strike_vanish_checkpoints, mend=bring_back_vanished, codes=(2, 74)
+    ),
     "vanish_workdir": Kind(("step", "save"), strike_vanish_workdir, codes=(2, 74)),
     "shard": Kind(
         prepare=damage_shard, flags=(DATA,), codes=(2,), must_stop=True, words=("shards",)

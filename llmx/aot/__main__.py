@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             trace = timeline.to_trace(result.timeline)
             pathlib.Path(args.trace).write_text(f"{json.dumps(trace)}\n")
     except (ValueError, OSError, CompileError) as error:
-        printable.to_stderr(error)
+        printable.to_stderr(transient.told(error))
         return transient.exit_code(error, WRONG)
     exits.show(
         json.dumps(report.to_json(result, trials)) if args.json else report.text(result, trials)

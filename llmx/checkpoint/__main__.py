@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m llmx.checkpoint", description=__doc__)
+    parser = printable.Parser("python -m llmx.checkpoint", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name: str, text: str, *, step: bool = True) -> argparse.ArgumentParser:
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return COMMANDS[args.command](args)
     except (ValueError, OSError, MemoryError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
 
 

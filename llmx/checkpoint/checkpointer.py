@@ -128,16 +128,18 @@ class Checkpointer(contextlib.AbstractContextManager):
         may_write: Callable[[], None] = lambda: None,
         on_saved: Callable[[int], None] = lambda step: None, place: places.Place = places.SHARED,
         in_use: Callable[[int], bool] = lambda step: False,
+        again: restore.Again = lambda step: None,
     ) -> None:  # fmt: skip
         """on_saved: called on process 0, in a thread, with the step of each complete checkpoint.
-        in_use: whether a checkpoint is being copied, and is deleted later only."""
+        in_use: whether a checkpoint is being copied, and is deleted later only.
+        again: whence a checkpoint that is corrupt may be had."""
         if found := problems(config):
             raise ValueError("\n".join(found))
         self._root = directories.root_of(directory)
         self._config = config
         self._log = log
         self._may_write, self._on_saved, self._place = may_write, on_saved, place
-        self._in_use = in_use
+        self._in_use, self._again = in_use, again
         self._board: writer.Board | None = None
         self._current: int | None = None  # the last step that this run saved or restored
         self._save: writer.Save | None = None
@@ -244,7 +246,7 @@ class Checkpointer(contextlib.AbstractContextManager):
         self.wait()
         result = restore.newest(
             self._root, abstract_state, "", order, step, log=self._log, ignored=ignored,
-            reader=self.reader,
+            reader=self.reader, again=self._again,
         )  # fmt: skip
         if result is None:
             return None

@@ -12,6 +12,8 @@ import threading
 import time
 from typing import Any, NamedTuple
 
+from llmx.data import transient
+
 STATE, META, MARKER = "state", "meta", "commit_success.txt"
 CHECKPOINTS = "checkpoints/"  # in a work directory
 UNFINISHED, DELETED = ".orbax-checkpoint-tmp", ".deleted"
@@ -59,11 +61,9 @@ def entries(root: Any) -> list[Entry]:
         problem = f"{root} is a file, and should be the directory of a run's checkpoints"
         raise ValueError(f"{problem}: move it away, or use another work directory") from error
     except OSError as error:
-        reason = error.strerror or error
         remedy = "make it readable, or use another work directory"
-        raise ValueError(
-            f"the checkpoints in {root} cannot be listed ({reason}): {remedy}"
-        ) from error
+        what = f"the checkpoints in {root} cannot be listed"
+        raise transient.refusal(what, error, remedy) from error
     return sorted(found, key=lambda entry: (entry.step is None, entry.step or 0, entry.name))
 
 

@@ -1,18 +1,21 @@
 """Where the local tier keeps its files, and by which addresses its processes reach each other."""
 
+import contextlib
 import hashlib
 import os
 import secrets
 from pathlib import Path
 
-from llmx.checkpoint import neighbors
+from llmx.checkpoint import local_files, neighbors
+from llmx.checkpoint.manifest import Corrupt
 
 RUN = "run_id"  # in the folder of the checkpoints: files of an earlier run there are not taken
 
 
 def private_folder(directory: str, workdir: str) -> Path:
-    """The folder of this run in `directory`. Raises ValueError where it cannot be used."""
-    where = workdir if "://" in workdir else os.path.abspath(workdir)
+    """The folder of this run in `directory`, by whatever path its work directory is named. Raises
+    ValueError where it cannot be used."""
+    where = workdir if "://" in workdir else os.path.realpath(workdir)
     digest = hashlib.sha256(where.encode()).hexdigest()[:16]
     root = Path(directory).expanduser().absolute() / f"llmx-{digest}"
     try:
@@ -45,6 +48,25 @@ def run_id(workdir: str) -> str:
         temporary.write_text(secrets.token_hex(16))
         temporary.replace(path)
     return path.read_text().strip()
+
+
+def elsewhere(root: Path, index: int, run: str) -> list[str]:
+    """Which checkpoints of this run the folders of other work directories beside `root` hold: its
+    work directory was named or placed otherwise, or copied."""
+    found = []
+    for folder in sorted(root.parent.glob(f"llmx-*/process-{index}")):
+        steps = []
+        for path in folder.glob("*.*.own") if folder.parent != root else ():
+            with contextlib.suppress(OSError, Corrupt), open(path, "rb") as file:
+                header = local_files.read_header(file)
+                steps += [header.step] if header.run == run else []
+        if steps:
+            found.append(
+                f"{max(steps)} in {folder.parent} is of the same run under another path of its "
+                "work directory, and is not used: if that is wanted, end this run and rename that "
+                f"folder to {root}"
+            )
+    return found
 
 
 def boot_id() -> str:

@@ -207,12 +207,13 @@ class LocalTier(contextlib.AbstractContextManager):
             serve = {"take": self._take, "give": self._give}
             self._server = neighbors.Server(bind, self._token, **serve)
             address = self._server.address
-        listing, damaged = self._list()
-        rows = self._exchange("files", [address, listing, damaged])
+        listing, told = self._list()
+        told += local_places.elsewhere(root, index, self._run)
+        rows = self._exchange("files", [address, listing, told])
         self._addresses = [address for address, _, _ in rows]
         self._listing = [listing for _, listing, _ in rows]
-        for process, (_, _, damaged) in enumerate(rows):
-            for text in damaged:
+        for process, (_, _, told) in enumerate(rows):
+            for text in told:
                 self._log(f"process {process}: local checkpoint {text}")
 
     def _list(self) -> tuple[dict[str, list[str]], list[str]]:

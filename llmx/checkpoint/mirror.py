@@ -153,7 +153,7 @@ class Mirror:
         self._sent: dict[str, tuple[int, int] | None] = {}  # sizes and times of what is uploaded
         self._steps: set[str] = set()  # checkpoints that the store holds
         self._pruned: set[str] = set()  # of them: what the run has deleted or set aside
-        self._pruning = threading.Lock()
+        self._pruning, self._renaming = threading.Lock(), threading.Lock()
         self._parts: dict[str, set[str]] = {}  # of others: the files that it holds
         self._step = ""  # the checkpoint that is uploaded now
         self._error: BaseException | None = None  # why the last upload failed
@@ -246,6 +246,38 @@ class Mirror:
         if missing:
             lead = tuple(f"{directory.CHECKPOINTS}{step}/" for step in missing)
             remote.fetch(self._url, self._folder, keep=lambda name: name.startswith(lead))
+
+    def again(self, step: int) -> Callable[[], None] | None:
+        """Puts the store's copy into the place of a checkpoint that is damaged here, which is set
+        aside; None where the store has none. Returns what undoes it. Raises ValueError where the
+        copy cannot be had."""
+        name, root = str(step), self._folder / directory.CHECKPOINTS
+        replaced = directory.LABELS["replaced"]
+        if name not in self._steps or self._several or any(root.glob(f"{name}{replaced}*")):
+            return None
+        lead = f"{directory.CHECKPOINTS}{name}/"
+        beside = self._folder.with_name(f"{self._folder.name}.again")
+        try:
+            remote.fetch(self._url, beside, keep=lambda other: other.startswith(lead))
+        except OSError as error:
+            what = f"checkpoint {step} of {self._folder} is damaged, and that of {self._url} cannot"
+            raise transient.refusal(
+                f"{what} be copied", error, "check the credentials and the space on that disk"
+            ) from error
+        self._may_write()
+        # An upload must not find the checkpoint gone meanwhile, and delete it in the store.
+        with self._renaming:
+            aside = directory.set_aside(root, step, "corrupt")
+            (beside / lead).rename(root / name)
+        shutil.rmtree(beside)
+        self._log(f"set aside checkpoint {step} as {aside.name}: that of {self._url} is tried")
+
+        def undo() -> None:
+            with self._renaming:
+                shutil.rmtree(root / name)
+                aside.rename(root / name)
+
+        return undo
 
     def _fetch_all(self, lost: set[str]) -> None:
         """Makes the folder what the store holds; what only the folder has is kept beside it."""
@@ -391,11 +423,14 @@ class Mirror:
     def _upload_small_alone(self) -> None:
         # The record first: what is beside it is then known to be of these launches.
         for name in sorted(self._small(), key=lambda name: name != RECORD):
-            with contextlib.suppress(FileNotFoundError):  # replaced or removed meanwhile
+            try:
                 state = self._state(name)
                 if self._sent.get(name) != state:
                     remote.upload(self._folder / name, f"{self._url}/{name}")
                     self._sent[name], self._arrived = state, time.time()
+            except FileNotFoundError:  # replaced or removed meanwhile; or the store has no bucket
+                if (self._folder / name).exists():
+                    raise
         for name in self._sent.keys() - {*self._small()}:
             remote.remove(f"{self._url}/{name}")
             del self._sent[name]
@@ -441,7 +476,9 @@ class Mirror:
     def _note_pruned(self) -> None:
         """Finds what the store holds and the folder does not, once it has any of the folder's: else
         the folder has vanished, or what is new has not arrived."""
-        if (complete := self._complete()) & self._steps:
+        with self._renaming:
+            complete = self._complete()
+        if complete & self._steps:
             self._pruned |= self._steps - complete
 
     def _prune(self) -> None:

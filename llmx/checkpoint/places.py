@@ -32,6 +32,7 @@ _METADATAS = "array_metadatas"  # Orbax's, with a file of each process
 _FLIGHT_BYTES = 1 << 30  # that a process reads at a time
 _CACHE_BYTES = 256 << 20  # of nodes of the trees
 _DOCUMENT_BYTES = 1 << 30
+_MERGE_SECONDS = 600.0  # of each request: TensorStore tries a write that is undone again for ever
 # Errors of TensorStore that say something of the files; others say it of the way to them.
 _OF_FILES = ("NOT_FOUND", "DATA_LOSS", "INVALID_ARGUMENT", "FAILED_PRECONDITION", "OUT_OF_RANGE")
 
@@ -164,7 +165,7 @@ def _merge(state: str, names: Sequence[str], sealed: Mapping[str, Any]) -> None:
     def opened(path: str, **config: Any) -> Any:
         base = ownership.kvstore_spec(f"{state}{path}")
         spec = {"driver": "ocdbt", "base": base, "config": config}
-        return tensorstore.KvStore.open(spec, context=context).result()
+        return tensorstore.KvStore.open(spec, context=context).result(timeout=_MERGE_SECONDS)
 
     try:
         whole = opened("", max_decoded_node_bytes=100_000_000)
@@ -174,11 +175,12 @@ def _merge(state: str, names: Sequence[str], sealed: Mapping[str, Any]) -> None:
             for name in names
         ]
         for copy in copies:
-            copy.result()
-        transaction.commit_async().result()
-        keys = {key.decode() for key in whole.list().result()}
+            copy.result(timeout=_MERGE_SECONDS)
+        transaction.commit_async().result(timeout=_MERGE_SECONDS)
+        keys = {key.decode() for key in whole.list().result(timeout=_MERGE_SECONDS)}
     except Exception as error:  # TensorStore raises several types
-        raise OSError(f"{state}: {' '.join(str(error).split())[:300]}") from error
+        cause = " ".join(str(error).split())[:300] or type(error).__name__
+        raise OSError(f"{state}: {cause}") from error
     leaves = sealed["document"]["leaves"]
     arrays = {name.replace("/", ".") for name, leaf in leaves.items() if leaf["type"] == "array"}
     if missing := sorted(name for name in arrays if f"{name}/.zarray" not in keys):

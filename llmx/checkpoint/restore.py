@@ -61,9 +61,15 @@ def require(root: Any, step: int) -> None:
         raise ValueError(f"no checkpoint of step {step} in {root}: there are {steps or 'none'}")
 
 
+# Called with the step of a checkpoint that is corrupt. Where a good one may be had from elsewhere,
+# puts that into its place, and returns what undoes it; else None.
+Again = Callable[[int], Callable[[], None] | None]
+
+
 def newest(
     root: Any, abstract: Any, prefix: Prefix, order: LayerPermutation, step: int | None, *,
     log: Callable[[str], None], ignored: tuple[str, ...] = (), reader: Reader | None = None,
+    again: Again = lambda step: None,
 ) -> tuple[Restored, dict[int, str]] | None:  # fmt: skip
     """The newest good checkpoint and {step: reason} of newer, corrupt ones; all processes agree."""
     reader = reader or ONTO_DEVICES
@@ -73,8 +79,8 @@ def newest(
         if step is not None:
             require(root, step)
             steps = [step]
-    bad: dict[int, str] = {}
-    for candidate in agree_on_steps(steps):
+
+    def restored(candidate: int) -> tuple[Verdict, str, Restored | None]:
         verdict, reason, tree, document = None, "", None, None
         try:
             document = reader.document(root, candidate)
@@ -88,34 +94,53 @@ def newest(
         except VERDICTS[1:] as error:
             verdict, reason = type(error), str(error)
         verdict, reason = _agree_on_verdict(verdict, reason)
-        if verdict is None:
-            saved = {name: document.leaves[name]["checksum"] for name in tree}
-            if not (reason := reader.differences(tree, saved)):
-                with jax.transfer_guard("allow"):
-                    reader.move(tree, wanted, order=order, saved=document.order)
-                state = document.assemble(like, tree, prefix=place)
-                return Restored(state, document.meta, document.step), bad
-        if verdict is Mismatch:
-            raise ValueError(f"{root}: {reason}")
-        if verdict is OutOfMemory:
-            remedy = "nothing was changed, use more devices or a layout that shards more"
-            problem = f"no memory to restore checkpoint {candidate} in {root}: {reason}"
-            raise ValueError(f"{problem}; {remedy}")
-        if verdict is Unreadable:
-            remedy = "permit this user to read it, and run again; nothing was changed"
-            raise ValueError(f"checkpoint {candidate} in {root}: {reason}; {remedy}")
-        if verdict is Unanswered:
-            problem = f"checkpoint {candidate} in {root}: {reason}; nothing was changed, run again"
-            raise ValueError(problem) from transient.Transient(reason)
-        log(f"checkpoint {candidate} is corrupt: {reason}")
+        if verdict is not None:
+            return verdict, reason, None
+        saved = {name: document.leaves[name]["checksum"] for name in tree}
+        if reason := reader.differences(tree, saved):
+            return Corrupt, reason, None
+        with jax.transfer_guard("allow"):
+            reader.move(tree, wanted, order=order, saved=document.order)
+        state = document.assemble(like, tree, prefix=place)
+        return None, "", Restored(state, document.meta, document.step)
+
+    bad: dict[int, str] = {}
+    for candidate in agree_on_steps(steps):
+        verdict, reason, found = restored(candidate)
+        if verdict is Corrupt:
+            log(f"checkpoint {candidate} is corrupt: {reason}")
+            if (undo := again(candidate)) is not None:
+                verdict, reason, found = restored(candidate)
+                if verdict is not None:
+                    undo()
+                    log(f"it is not used: {reason}")
+        if found is not None:
+            return found, bad
+        _refuse(root, candidate, verdict, reason)
         bad[candidate] = reason
     if not bad:
         return None
     rows = "\n".join(f"  {s}: {reason}" for s, reason in bad.items())
-    remedy = "bring back a copy of one, or move them out of the directory to start anew"
+    remedy = "bring back a copy of one, or begin anew in another work directory"
     if others := [s for s in directory.steps(root) if s not in bad]:
         remedy = f"choose another step of {others}"
     raise ValueError(f"no good checkpoint in {root}; all are left as they are:\n{rows}\n{remedy}")
+
+
+def _refuse(root: Any, step: int, verdict: Verdict, reason: str) -> None:
+    """Raises ValueError for what another checkpoint would not change."""
+    if verdict is Mismatch:
+        raise ValueError(f"{root}: {reason}")
+    if verdict is OutOfMemory:
+        remedy = "nothing was changed, use more devices or a layout that shards more"
+        problem = f"no memory to restore checkpoint {step} in {root}: {reason}"
+        raise ValueError(f"{problem}; {remedy}")
+    if verdict is Unreadable:
+        remedy = "permit this user to read it, and run again; nothing was changed"
+        raise ValueError(f"checkpoint {step} in {root}: {reason}; {remedy}")
+    if verdict is Unanswered:
+        problem = f"checkpoint {step} in {root}: {reason}; nothing was changed, run again"
+        raise ValueError(problem) from transient.Transient(reason)
 
 
 def read_arrays(path: Any, wanted: Mapping, saved_names: Mapping) -> dict[str, jax.Array]:

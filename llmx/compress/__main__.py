@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from llmx.compress.stages import STAGES
 
     about = "\n".join(f"  {name:<14} {stage.about}" for name, stage in STAGES.items())
-    command = argparse.ArgumentParser(
+    command = printable.Parser(
         prog="python -m llmx.compress", allow_abbrev=False,
         description="Makes a smaller run of a trained one, by the stages of a recipe.",
         epilog=f"stages:\n{about}\ndocs/compression.md has their options.",
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exits.STOPPED
     # RuntimeError: no checkpoint of the run is good, or the devices have no room for it.
     except (ValueError, RuntimeError, OSError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
     if args.json:
         exits.show(json.dumps([vars(row) for row in rows]))

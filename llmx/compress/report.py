@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmx.compress.measure import Measured
+from llmx.runtime import printable
 
 PICTURE, REPORT = "compress.png", "compress.json"
 WIDTH = 110  # columns of text
@@ -16,6 +17,7 @@ UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 def table(rows: Sequence[Measured]) -> Any:
     """A rich table; loss beside what it was at the start."""
     from rich.table import Table
+    from rich.text import Text
 
     made = Table(title="after each stage", title_justify="left")
     made.add_column("stage", overflow="fold")
@@ -25,7 +27,8 @@ def table(rows: Sequence[Measured]) -> Any:
     for row in rows:
         change = "" if row is rows[0] or not first else f" ({row.loss / first - 1:+.1%})"
         made.add_row(
-            row.stage, f"{short(row.bytes)}B", short(row.parameters), f"{row.nonzero:.0%}",
+            Text(printable.printable(row.stage)), f"{short(row.bytes)}B", short(row.parameters),
+            f"{row.nonzero:.0%}",
             f"{row.loss:.4f}{change}", short(row.flops),
             f"{row.tokens_per_second:.0f}" if row.tokens_per_second else "-", f"{row.seconds:.0f}",
         )  # fmt: skip

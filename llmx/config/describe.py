@@ -80,6 +80,8 @@ def oddities(config: Config) -> Iterator[str]:
 def failure_text(config: Config, error: OSError) -> str:
     """Why a file or folder of a run cannot be used, what to do, and which key names it."""
     cause, remedy = writer.reason(error)
+    if transient.is_transient(error):
+        remedy = "run again"
     paths = [path for path in (error.filename, error.filename2) if isinstance(path, str)]
     keys = [key for path in paths if (key := _key_of(config, path))]
     other = f", or name another {keys[0]}" if keys else ""

@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from llmx import config as config_lib
 from llmx.config import Config, ConfigError, family_checks, value_types
 from llmx.data import json_files
-from llmx.runtime import launch
+from llmx.runtime import launch, printable
 
 
 def parser(module: str, description: str) -> argparse.ArgumentParser:
     """The command line that all commands share."""
-    made = argparse.ArgumentParser(
+    made = printable.Parser(
         prog=f"python -m {module}", description=description, allow_abbrev=False,
         epilog="Any value of the config is overridden by --config.SECTION.KEY=VALUE; "
         "docs/configuration.md lists them.",

@@ -1,12 +1,13 @@
-"""WORKDIR/history.jsonl: a line for each start of a run, for each time that it went back, and for
-each rollback. A start has what changed in the config since the start before it.
+"""WORKDIR/history.jsonl: a line for each start of a run, for its first checkpoint, for each time
+that it went back, and for each rollback. A start has what changed in the config since the start
+before it.
 
 The first process writes it. A line that cannot be written is a warning; a line that was torn by a
 kill, or is damaged, is left out when the file is read. `python -m llmx.config.history WORKDIR`
 shows it.
 """
 
-import argparse
+import contextlib
 import copy
 import hashlib
 import json
@@ -21,13 +22,14 @@ from typing import Any
 
 import llmx
 from llmx import config as config_lib
-from llmx.checkpoint import identity, mirror
+from llmx.checkpoint import checkpointer, identity, mirror
+from llmx.checkpoint.local_places import RUN
 from llmx.config import Config
 from llmx.data import transient
-from llmx.runtime import agreement, auxiliary, exits, printable
+from llmx.runtime import agreement, auxiliary, exits, printable, records
 
 FILE = "history.jsonl"
-START, WENT_BACK, ROLLBACK = "start", "went back", "rollback"
+START, WENT_BACK, ROLLBACK, SAVED = "start", "went back", "rollback", "saved"
 Log = Callable[[str], None]
 _DAMAGED = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
 
@@ -123,6 +125,58 @@ def record_start(config: Config, *, resumed_from: int, log: Log) -> None:
         "devices": f"{jax.device_count()} x {device.device_kind}",
     }
     append(config.workdir, START, values, log=log)
+
+
+def noting_saves(
+    workdir: str, saved: Callable[[str, int], None], log: Log
+) -> Callable[[int], None]:  # fmt: skip
+    """What is called with the step of each complete checkpoint: it records the first, and calls
+    `saved` with work directory and step."""
+
+    def note(step: int) -> None:
+        with contextlib.suppress(OSError):
+            if not last_saved(workdir):
+                append(workdir, SAVED, {"step": step, "text": f"checkpoint {step}"}, log=log)
+        saved(workdir, step)
+
+    return note
+
+
+def last_saved(workdir: str | os.PathLike) -> int:
+    """The newest step of which the history says that it was saved; 0 where it says so of none, or
+    the run went back to its beginning since."""
+    step = 0
+    for record in read(workdir):
+        back_to = record.get("at") if record["kind"] == ROLLBACK else None
+        if isinstance(back_to, list) and back_to[-1:] == [0]:
+            step = 0
+        found = record.get({SAVED: "step", START: "resumed_from"}.get(record["kind"], ""))
+        step = max(step, found) if type(found) is int else step
+    return step
+
+
+def require_checkpoints(config: Config, restored: int | None = None) -> None:
+    """Raises ValueError where the run has saved checkpoints and none is left: it would begin anew.
+
+    restored: the step that was restored. Before that is known, what the local tier may have counts.
+    """
+    import jax
+
+    folder = pathlib.Path(config.workdir, "checkpoints")
+    unknown = restored is None and config.checkpoint.local_directory and (folder / RUN).exists()
+    if restored or unknown or jax.process_index() != 0:
+        return
+    if checkpointer.list_steps(str(folder)) or not (step := last_saved(config.workdir)):
+        return
+    metrics = pathlib.Path(config.workdir, records.RECORDS)
+    found = records.read_records(metrics) if metrics.exists() else ()
+    last = max((record["step"] for record in found), default=0)
+    raise ValueError(
+        f"{folder} holds no checkpoint, and the run has saved some: {FILE} tells of step {step}, "
+        f"{records.RECORDS} of steps up to {last}. Bring the checkpoints back; to begin anew, name "
+        f"another --workdir, or move {FILE} away (and {records.RECORDS}, if it is not to be "
+        f"moved to {records.REPLACED})"
+    )
 
 
 def last_config(workdir: str | os.PathLike) -> dict[str, Any] | None:
@@ -235,7 +289,7 @@ def lines(workdir: str | os.PathLike) -> Iterator[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Shows the history of a run."""
-    command = argparse.ArgumentParser(prog="python -m llmx.config.history", description=FILE)
+    command = printable.Parser(prog="python -m llmx.config.history", description=FILE)
     command.add_argument("workdir", help="of the run")
     workdir = command.parse_args(argv).workdir
     try:
@@ -246,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if text := damaged(workdir):
             printable.to_stderr(f"warning: {text}")
     except ValueError as error:
-        printable.to_stderr(error)
+        printable.to_stderr(transient.told(error))
         return transient.exit_code(error)
     except OSError as error:
         printable.to_stderr(f"{workdir}/{FILE} cannot be shown: {auxiliary.cause(error)}")

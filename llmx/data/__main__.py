@@ -31,7 +31,7 @@ from llmx.runtime import exits, printable
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's options."""
-    parser = argparse.ArgumentParser(
+    parser = printable.Parser(
         prog="python -m llmx.data",
         description="Write text as memory-mapped token shards, to train on with "
         "--config.data.sources=\"('shards:DIR',)\". Run it again after an interruption and it "
@@ -89,8 +89,9 @@ def _make_bar(*, unit: str):
 
     sizes = [progress.DownloadColumn(), progress.TransferSpeedColumn()] if unit == "bytes" else []
     return progress.Progress(
-        progress.TextColumn("{task.description}"), progress.BarColumn(),
-        progress.TaskProgressColumn(), *sizes, progress.TextColumn("{task.fields[note]}"),
+        progress.TextColumn("{task.description}", markup=False), progress.BarColumn(),
+        progress.TaskProgressColumn(), *sizes,
+        progress.TextColumn("{task.fields[note]}", markup=False),
         progress.TimeRemainingColumn(), console=rich.console.Console(stderr=True),
     )  # fmt: skip
 
@@ -158,7 +159,9 @@ def verify(folder: pathlib.Path) -> None:
     """Checks sizes and checksums of a finished folder, with a progress bar."""
     index = shards_lib.read_index(folder)
     with _make_bar(unit="shards") as bar:
-        task = bar.add_task(f"verify {folder}", total=len(index["shards"]), note="")
+        task = bar.add_task(
+            f"verify {printable.printable(folder)}", total=len(index["shards"]), note=""
+        )
         shards_lib.check_sizes(folder, index["shards"], dtype=np.dtype(index["dtype"]))
         for entry in index["shards"]:
             shards_lib.check_sums(folder, entry)
@@ -242,8 +245,9 @@ def _write_to_store(arguments: argparse.Namespace, recipe: build.Recipe) -> None
             tokens = f"{index['tokens']:,} tokens"
             exits.show(f"{arguments.output} is complete already: {tokens}; nothing to do")
             return
-        upload.begin(overwrite=arguments.overwrite)
-        index = _build(upload.folder, recipe, closed=upload.send)
+        index = upload.begin(recipe.identity(), overwrite=arguments.overwrite)
+        if index is None:
+            index = _build(upload.folder, recipe, closed=upload.send)
         upload.end()
     _print_index(arguments.output, index)
 
@@ -388,7 +392,7 @@ def main(argv: list[str] | None = None) -> int:
             teach(arguments)
     # RuntimeError: no checkpoint of the teacher is good.
     except (ValueError, OSError, RuntimeError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)

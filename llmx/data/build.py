@@ -170,8 +170,9 @@ def foreign_names(names: Collection[str]) -> list[str]:
     return sorted(name for name in names if not any(known.fullmatch(name) for known in ours))
 
 
-def _read_progress(path: pathlib.Path) -> dict:
-    """The checked content of progress.json, {} where there is none."""
+def read_progress(folder: pathlib.Path) -> dict:
+    """The checked content of progress.json, {} where there is none. Raises ValueError."""
+    path = folder / shards_lib.PROGRESS
     if not path.is_file():
         return {}
     remedy = f"delete {path.parent} and start again"
@@ -197,7 +198,7 @@ def _read_progress(path: pathlib.Path) -> dict:
 
 def _start(folder: pathlib.Path, recipe: Recipe) -> dict:
     """The recorded progress; files that it does not list are removed."""
-    progress, identity = _read_progress(folder / shards_lib.PROGRESS), recipe.identity()
+    progress, identity = read_progress(folder), recipe.identity()
     if progress and progress["identity"] != identity:
         if progress["shards"]:
             raise ValueError(
@@ -416,10 +417,8 @@ def _make_folder(folder: pathlib.Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(
-            f"{folder} cannot be made ({error.strerror}): set data.cache_dir to a folder that "
-            "this user may write"
-        ) from error
+        remedy = "set data.cache_dir to a folder that this user may write"
+        raise transient.refusal(f"{folder} cannot be made", error, remedy) from error
 
 
 def cached_shards(

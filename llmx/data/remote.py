@@ -113,14 +113,27 @@ def _as_os_error(url: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno is None and not error.args[1:]:
+        if url in str(error):
             raise
-        text = error.strerror or str(error)
+        text = error.strerror or str(error) or type(error).__name__
         raise type(error)(f"{text} ({url})") from error
     except Exception as error:
         cause = " ".join(str(error).split())[:300] or type(error).__name__
         kind = transient.Transient if transient.is_transient(error) else OSError
         raise kind(f"{cause} ({url})") from error
+
+
+@contextlib.contextmanager
+def writing(what: str, *also: str) -> Iterator[None]:
+    """Turns OSError into the ValueError that `what`, a URL with its option, cannot be written.
+
+    also: what else is to be checked then.
+    """
+    try:
+        yield
+    except OSError as error:
+        remedy = f"check {' and '.join(['its name', 'the credentials', *also])}"
+        raise transient.refusal(f"{what} cannot be written", error, remedy) from error
 
 
 def status(url: str) -> Status:
@@ -339,6 +352,11 @@ def fetch(
             os.replace(partial, path)
             known[name] = [state.num_bytes, state.version, *_stamp(path)]
             full_disk.write_atomically(known_file, json.dumps(known).encode())
+
+
+def fetch_file(url: str, target: pathlib.Path) -> None:
+    """Copies one object to a local file, without a listing. Raises OSError."""
+    _copy(url, status(url), target)
 
 
 def _known(file: pathlib.Path) -> dict[str, list[int]]:

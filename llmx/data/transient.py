@@ -27,6 +27,7 @@ _NAMES = re.compile(
     r"IncompleteRead|ResponseStreamingError|Timeout|ChecksumError|ProtocolError"
 )
 _STATUSES = (408, 425, 429)  # and 500 to 599
+_AGAIN = re.compile(r"\bagain\b")  # in what says what to do
 # Of bodies that were cut or changed on the way.
 _SENT_BADLY = ("BadDigest", "IncompleteBody", "XAmzContentSHA256Mismatch", "RequestTimeout")
 
@@ -113,6 +114,13 @@ def stated(what: str, error: Exception) -> str:
 def refusal(what: str, error: BaseException, remedy: str) -> ValueError:
     """The error to raise from `error`: for a transient one the remedy is to run again."""
     return ValueError(_sentence(what, error, remedy))
+
+
+def told(error: BaseException) -> object:
+    """An error as a command shows it: with the remedy where it is transient and has none."""
+    if not is_transient(error) or _AGAIN.search(str(error)):
+        return error
+    return f"{error}: run again"
 
 
 def _sentence(what: str, error: BaseException, remedy: str) -> str:

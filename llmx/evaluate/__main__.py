@@ -31,7 +31,7 @@ from llmx.step.step import Recipe
 
 def main(argv: list[str] | None = None) -> int:
     """Prints the loss, or the share of right answers, of a trained run."""
-    command = argparse.ArgumentParser(
+    command = printable.Parser(
         prog="python -m llmx.evaluate",
         description="Loss of a trained run on its held-out split or other text; right answers.",
     )
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         step, result, sentence = _evaluate(args)
     # RuntimeError: no checkpoint of the run is good, or the devices have no room for it.
     except (ValueError, RuntimeError, OSError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
     try:
         if jax.process_index() == 0:

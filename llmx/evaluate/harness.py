@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         cli_evaluate()
     except harness_model.Refused as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
     except ValueError as error:
         if not _of_arguments(error):

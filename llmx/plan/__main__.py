@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             report, lines = config_report.show(command, args, argv)
     except (ValueError, OSError) as error:
-        printable.to_stderr(error)
+        printable.to_stderr(transient.told(error))
         return transient.exit_code(error)
     exits.show(json.dumps(report) if args.json else lines)
     of_machine = args.config is not None and args.machine is not None

@@ -8,7 +8,6 @@ several devices sums over all. Each measurement is added to FILE.json.part as it
 was stopped goes on behind the last one. FILE.json is written at the end (`hardware_file`).
 """
 
-import argparse
 import dataclasses
 import datetime
 import itertools
@@ -375,7 +374,7 @@ def _processor() -> str:
 
 def main(argv: Sequence[str]) -> int:
     """The command line of `python -m llmx.plan calibrate`; the exit code."""
-    command = argparse.ArgumentParser(
+    command = printable.Parser(
         prog="python -m llmx.plan calibrate", allow_abbrev=False,
         description="Measures what this machine's devices reach, for `python -m llmx.plan "
         "--hardware FILE.json`. Minutes; a run that was stopped goes on where it was.",

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from llmx.pipeline import schedule
 from llmx.pipeline.schedule import Table
 from llmx.pipeline.schedules import SCHEDULES
+from llmx.runtime import printable
 
 # Seconds of a whole stage by default.
 TIMES = {"forward": 1.0, "backward": 1.0, "weight": 1.0, "transfer": 0.0}
@@ -90,7 +91,7 @@ def add_machine(command: argparse.ArgumentParser) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """The command line of `python -m llmx.plan`."""
-    command = argparse.ArgumentParser(
+    command = printable.Parser(
         prog="python -m llmx.plan",
         description="With a config and a machine, what a device holds and sends in a step. Else "
         "bubble, memory, times and picture of a pipeline schedule; with a config also where its "

@@ -6,7 +6,6 @@ The runs may still be training, and may be of unequal length. Exit codes: 0; 2 w
 directory or the output is wrong; 75 where a disk failed.
 """
 
-import argparse
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from llmx.runtime import output_paths
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the page and prints its path; returns the exit code."""
-    command = argparse.ArgumentParser(
+    command = printable.Parser(
         prog="python -m llmx.report",
         description="Compare runs on one HTML page: loss, throughput, gradient norm, learning "
         "rate, and what differs between their configs.",
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         write = full_disk.names_path(pathlib.Path.write_text)
         write(pathlib.Path(args.output), page.render(found), encoding="utf-8")
     except (ValueError, OSError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
     for note in (note for run in found for note in run.notes):
         printable.to_stderr(f"warning: {note}")

@@ -12,6 +12,7 @@ cannot stop an owner that was suspended for longer than `ttl`: what writes calls
 import contextlib
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -28,6 +29,10 @@ FILES = (FILE, f"{FILE}.__lock")  # of a lease, or what a killed write of one le
 TTL_SECONDS = 20.0
 IO_SECONDS = 30.0  # a read or write that takes longer has failed; it may still take effect
 LONGEST_TTL = 600.0  # of another owner that is believed
+ATTEMPTS = 10  # to take a directory, each of which another start, or a death, has undone
+
+# What says that the same may succeed later, of TensorStore and of disks.
+_PASSING = re.compile(r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|Timeout|Errno (5|116)\b")
 
 Log = Callable[[str], None]
 
@@ -145,14 +150,16 @@ class Lease(contextlib.AbstractContextManager):
         if stamp is None:  # written by another, or touched, or our own write of which we heard late
             self._look()
             if self._lost is None:
-                write(self._store, self._record, self._stamp)
-                self._look()
+                stamp = write(self._store, self._record, self._stamp)
+                found = self._look()
+                if self._lost is None and stamp is None and not _is_same(found, self._record):
+                    raise Unavailable(_refused(self._workdir))
         else:
             self._stamp = stamp
         self._renewed = begun
 
-    def _look(self) -> None:
-        """Reads the file; sets `_lost`, or `_stamp` to what is there now."""
+    def _look(self) -> dict | None:
+        """Reads the file, and returns it; sets `_lost`, or `_stamp` to what is there now."""
         self._require_directory()
         found, stamp = read(self._store)
         if found is None:  # seen on network file systems for a moment: look twice
@@ -160,7 +167,7 @@ class Lease(contextlib.AbstractContextManager):
             self._require_directory()
             found, stamp = read(self._store)
         if self._lost is not None:
-            return
+            return found
         if found is None:
             self._lost = Lost(
                 f"{self._workdir}/{FILE} is gone: the work directory was deleted, moved or "
@@ -177,6 +184,7 @@ class Lease(contextlib.AbstractContextManager):
                 "nothing more is written; let that run go on, or end it and run again"
             )
         self._stamp = stamp
+        return found
 
     def _require_directory(self) -> None:
         if is_local(self._workdir) and not os.path.isdir(self._workdir):
@@ -202,8 +210,9 @@ def take(
         if is_local(workdir):
             os.makedirs(workdir, exist_ok=True)
         store = open_store(workdir)
-        record = own_record(ttl)
-        while True:
+        record = own_record(ttl, workdir)
+        unchanged = 0
+        for _ in range(ATTEMPTS):
             found, stamp = read(store)
             if found is not None:
                 stamp = _outlast(workdir, store, found, stamp, ttl, log)
@@ -211,14 +220,37 @@ def take(
             if written is not None:
                 return Lease(workdir, store, record, written, **keeping)
             # Another start was faster; or our own write took effect and its answer was lost.
-            found, stamp = read(store)
-            if found is not None and found.get("token") == record["token"]:
-                return Lease(workdir, store, record, stamp, **keeping)
+            found, now_there = read(store)
+            if _is_same(found, record):
+                return Lease(workdir, store, record, now_there, **keeping)
+            # A store may answer so, too, that takes no write at all. One that stays missing may
+            # have been another's in between, which is unlikely to happen twice.
+            unchanged += now_there == stamp
+            if unchanged == 2:
+                break
+        raise Unavailable(_refused(workdir))
     except (Unavailable, OSError) as error:
+        remedy = "free space on its disk" if is_local(workdir) else "check the name of the bucket"
+        remedy = f"make it writable, {remedy}, or name another --workdir"
+        if _PASSING.search(f"{error} {error.__cause__!r}"):
+            remedy = "run again"
         raise ValueError(
-            f"the work directory {workdir} cannot be written ({error}): make it writable, free "
-            "space on its disk, or name another --workdir"
+            f"the work directory {workdir} cannot be written ({error}): {remedy}"
         ) from error
+
+
+def _is_same(found: dict | None, record: dict) -> bool:
+    """Whether what was found is what this process has just written."""
+    keys = ("token", "heartbeat")
+    return found is not None and all(found.get(key) == record[key] for key in keys)
+
+
+def _refused(workdir: str) -> str:
+    """Why a conditional write that no other write has undone did not take effect."""
+    if is_local(workdir):
+        return f"{FILE} is not written, and nobody else has changed it"
+    bucket = workdir.partition("://")[2].partition("/")[0]
+    return f"the store does not take {FILE}: does the bucket {bucket!r} exist?"
 
 
 def _outlast(workdir: str, store: Any, found: dict, stamp: bytes, ttl: float, log: Log) -> bytes:
@@ -243,7 +275,26 @@ def _outlast(workdir: str, store: Any, found: dict, stamp: bytes, ttl: float, lo
     return stamp
 
 
+def _copied_from(workdir: str, found: dict) -> str:
+    """The directory whose lease `found` is, where that is another one and this file a copy; else
+    "", also for records that do not say where they belong."""
+    place = found.get("workdir")
+    if not isinstance(place, str) or place in ("", real_place(workdir)):
+        return ""
+    with contextlib.suppress(Unavailable, OSError):
+        if is_local(place) and is_local(workdir) and os.path.samefile(place, workdir):
+            return ""  # mounted twice
+        there, _ = read(open_store(place))
+        return place if there is not None and there.get("token") == found.get("token") else ""
+    return ""
+
+
 def _refusal(workdir: str, owner: dict) -> ValueError:
+    if place := _copied_from(workdir, owner):
+        return ValueError(
+            f"{workdir} was copied from {place}, where {owner_text(owner)} runs: delete {FILE} in "
+            f"{workdir}, and run again"
+        )
     pid = owner.get("pid", "?")
     stop = f"`kill {pid}`" + ("" if is_here(owner) else f" on {owner.get('host', '?')}")
     return ValueError(
@@ -266,8 +317,8 @@ def owner_text(owner: dict) -> str:
 # ------------------------------------------------------------------------------ who and where
 
 
-def own_record(ttl: float) -> dict:
-    """What the file says of this process."""
+def own_record(ttl: float, workdir: str = "") -> dict:
+    """What the file says of this process, and of where it lies."""
     boot, namespace = machine()
     return {
         "token": uuid.uuid4().hex,
@@ -281,7 +332,13 @@ def own_record(ttl: float) -> dict:
         "heartbeat_time": clock_text(),
         "ttl": ttl,
         "job": job_name(),
+        "workdir": real_place(workdir),
     }
+
+
+def real_place(workdir: str) -> str:
+    """The one name of a directory that may be named by links."""
+    return os.path.realpath(workdir) if is_local(workdir) else workdir.rstrip("/")
 
 
 def job_name() -> str:

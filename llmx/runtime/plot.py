@@ -12,7 +12,7 @@ import pathlib
 import statistics
 from collections.abc import Callable, Sequence
 
-from llmx.runtime import records
+from llmx.runtime import printable, records
 from llmx.runtime.records import RECORDS
 
 PLOT, LAYERS_PLOT = "loss.png", "layers.png"
@@ -67,8 +67,13 @@ def plot_loss(
         raise ValueError(f"{problem} ({skipped})" if skipped else problem)
     if skipped and log is not None:
         log(f"{skipped}: skipped")
-    figure = _draw(curves["train"], curves["eval"], title=path.absolute().parent.name)
+    figure = _draw(curves["train"], curves["eval"], title=_name(path))
     return _saved(figure, path.with_name(PLOT))
+
+
+def _name(path: pathlib.Path) -> str:
+    """Of a run, by its records, as a picture shows it."""
+    return printable.printable(path.absolute().parent.name)
 
 
 def _saved(figure, target: pathlib.Path) -> pathlib.Path:
@@ -97,7 +102,7 @@ def plot_layers(workdir: str | os.PathLike) -> pathlib.Path | None:
     maps = {name: each for name, each in maps.items() if each.steps}
     if not maps:
         return None
-    figure = _draw_layers(list(maps.values()), title=path.absolute().parent.name)
+    figure = _draw_layers(list(maps.values()), title=_name(path))
     return _saved(figure, path.with_name(LAYERS_PLOT))
 
 
@@ -162,11 +167,12 @@ def _draw_layers(maps: list[Columns], *, title: str):
             cmap="viridis", rasterized=True,
         )  # fmt: skip
         figure.colorbar(image, ax=axes, extend="both")
-        axes.set_title(each.name.replace("_", " "), loc="left", fontsize="medium")
+        name = printable.printable(each.name.replace("_", " "))
+        axes.set_title(name, loc="left", fontsize="medium", parse_math=False)
         axes.set_ylabel("layer")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("step")
-    figure.suptitle(f"Layers of {title}")
+    figure.suptitle(f"Layers of {title}", parse_math=False)
     return figure
 
 
@@ -243,7 +249,7 @@ def _draw(train: Curve, held_out: Curve, *, title: str):
     margin = 0.08 * (high - low) or 0.1
     axes.set_ylim(low - margin, high + margin)
     axes.set_xlim(0, largest / unit * 1.01 or 1)
-    axes.set_title(f"Loss of {title}")
+    axes.set_title(f"Loss of {title}", parse_math=False)
     axes.set_xlabel(f"training tokens ({name})" if name else "training tokens")
     axes.set_ylabel("cross-entropy (nats per token)")
     axes.grid(alpha=0.3)

@@ -4,10 +4,11 @@ A terminal obeys what begins with an escape character: it moves the cursor, writ
 changes titles, and some can be made to type. Such characters are shown as `repr` shows them.
 """
 
+import argparse
 import contextlib
 import re
 import sys
-from typing import TextIO
+from typing import NoReturn, TextIO
 
 from llmx.runtime import causes
 
@@ -35,6 +36,13 @@ def try_to_stderr(text: object) -> None:
 def error(text: object) -> None:
     """Prints what ended a command, to standard error."""
     to_stderr(f"error: {causes.stated(text)}")
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line whose errors, which repeat arguments, are printable."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
 
 
 def on(stream: TextIO, text: str) -> str:

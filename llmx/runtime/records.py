@@ -10,6 +10,7 @@ import json
 import math
 import os
 import pathlib
+import shutil
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,6 +20,7 @@ from llmx.runtime.auxiliary import Auxiliary
 
 RECORDS = "metrics.jsonl"
 DAMAGED = "metrics.damaged.jsonl"  # lines of metrics.jsonl that are no records
+REPLACED = "metrics.replaced.jsonl"  # what it held when the run began anew
 EVENTS = "tensorboard"
 LONGEST_LINE = 2**16  # bytes; records have some hundreds
 LONGEST_KIND = 64  # characters of "train", "eval", ...
@@ -187,7 +189,8 @@ def keep_until(
 ) -> dict[str, int]:  # fmt: skip
     """Leaves the records up to `last_step` in the file, each (kind, step) once.
 
-    Lines that are no records are moved into metrics.damaged.jsonl, with one warning. Killed at any
+    Lines that are no records are moved into metrics.damaged.jsonl, with one warning; from step 0
+    all are moved into metrics.replaced.jsonl. Killed at any
     moment, the file is the old one or the new one. Puts the steps of `EXPECTED` kinds into `steps`.
 
     Returns {kind: its latest step}.
@@ -195,7 +198,9 @@ def keep_until(
     if not path.exists():
         return {}
     if last_step <= 0:
-        os.truncate(path, 0)
+        if path.stat().st_size:
+            _replace(path)
+            log(f"{path.name} had records of an earlier start: moved to {path.with_name(REPLACED)}")
         return {}
     latest: dict[str, int] = {}
     end, in_order, num_damaged = 0, True, 0  # end: of the first lines, as long as all are kept
@@ -286,6 +291,15 @@ def _steps_text(ranges: Ranges) -> str:
 def _set_aside(path: pathlib.Path, last_step: int):
     with open(path.with_name(DAMAGED), "ab") as file:
         file.writelines(line for line, _, damaged in _sorted_out(path, last_step, {}) if damaged)
+
+
+def _replace(path: pathlib.Path):
+    """Moves all of a file to the end of `REPLACED`."""
+    with open(path.with_name(REPLACED), "ab") as file, open(path, "rb") as source:
+        shutil.copyfileobj(source, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.truncate(path, 0)
 
 
 def _tags(kind: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The options and, after `--`, the command."""
-    parser = argparse.ArgumentParser(
+    parser = printable.Parser(
         prog="python -m llmx.runtime.supervisor", description=__doc__, allow_abbrev=False,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's options."""
-    parser = argparse.ArgumentParser("python -m llmx.tables", description=__doc__)
+    parser = printable.Parser("python -m llmx.tables", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="writes the tables of a run's checkpoint")
     export.add_argument("--workdir", required=True, help="the run's work directory")
@@ -143,10 +143,10 @@ def main(argv: list[str] | None = None) -> int:
         return exits.DONE
     # RuntimeError: no checkpoint of the run is good.
     except (ValueError, RuntimeError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
     except OSError as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error, exits.UNSAVED)
     except KeyboardInterrupt:  # what was written is removed
         print("interrupted: run the same command again", file=sys.stderr)

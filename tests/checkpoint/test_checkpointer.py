@@ -320,7 +320,7 @@ def test_with_no_good_checkpoint_nothing_is_touched(tmp_path):
     for _ in range(2):
         with reopen(tmp_path) as checkpoints, pytest.raises(ValueError) as caught:
             checkpoints.restore(small_abstract())
-        for word in ("no good checkpoint", "1: its arrays", "2: its meta", "to start anew"):
+        for word in ("no good checkpoint", "1: its arrays", "2: its meta", "begin anew"):
             assert word in str(caught.value)
         assert names(tmp_path) == ["1", "2"]
 

@@ -161,7 +161,7 @@ def test_what_cannot_be_started_from(store, written, tmp_path, monkeypatch):
 
     monkeypatch.setattr(type(store), "find", forbidden)
     said = refusal(URL)
-    assert "cannot be listed (Access Denied)" in said and "the credentials" in said
+    assert "cannot be listed (Access Denied (memory:" in said and "the credentials" in said
 
 
 def test_a_copy_that_does_not_fit_on_the_disk_is_not_begun(store, written, tmp_path, monkeypatch):

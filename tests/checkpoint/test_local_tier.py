@@ -130,6 +130,29 @@ def flip(path: pathlib.Path, offset: int):
         file.write(bytes([byte ^ 16]))
 
 
+def test_a_work_directory_named_by_a_link_is_the_same(place, tmp_path):
+    place.save(4)
+    (tmp_path / "link").symlink_to(place.work)
+    place.work = tmp_path / "link"
+    ((step, _),) = place.restore()
+    assert step == 4
+
+
+def test_what_another_path_of_the_run_has_is_told(place, tmp_path):
+    place.save(4, 8)
+    place.work.rename(tmp_path / "moved")
+    place.work = tmp_path / "moved"
+    assert place.restore() == [None]
+    (line,) = place.said[1:]
+    (old,) = {path.parent for path in place.files("process-0") if list(path.iterdir())}
+    assert line.startswith(f"process 0: local checkpoint 8 in {old} is of the same run"), line
+    new = line.rpartition(" ")[2]
+    shutil.rmtree(new)
+    old.rename(new)  # as it says
+    ((step, _),) = place.restore()
+    assert step == 8 and not place.said[2:-1]
+
+
 def test_off_it_does_nothing(tmp_path):
     with local_tier.LocalTier(CheckpointConfig(), str(tmp_path), Texts(0, 1, {}), log=print) as off:
         assert not off.due(10) and off.restore({}) is None and off.newest() is None

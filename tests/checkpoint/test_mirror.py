@@ -6,10 +6,12 @@ import shutil
 import threading
 import time
 
+import jax
+import jax.numpy as jnp
 import pytest
 from support import memory_store
 
-from llmx.checkpoint import directory, grace, mirror
+from llmx.checkpoint import checkpointer, directory, grace, mirror
 from llmx.data import remote, transient
 from llmx.runtime import exits
 
@@ -165,6 +167,114 @@ def test_a_checkpoint_that_only_the_store_has_good_is_fetched(tmp_path, store):
     directory.set_aside(folder, 8, "corrupt")
     started(tmp_path / "a")
     assert directory.steps(folder) == [4, 8]
+
+
+def saved_state(value):
+    return {"w": jnp.full(4, value, jnp.float32)}
+
+
+def flip(folder):
+    for path in folder.rglob("d/*"):
+        path.write_bytes(bytes(byte ^ 0xFF for byte in path.read_bytes()))
+
+
+@pytest.fixture
+def damaged(tmp_path, store):
+    """(Run, its checkpointer, its checkpoints): 4, 8 and 12 are in the store, and 12 is damaged in
+    the folder."""
+    run = started(tmp_path / "a")
+    root = tmp_path / "a" / "checkpoints"
+    with checkpointer.Checkpointer(root, checkpointer.CheckpointConfig(), log=print) as made:
+        for step in (4, 8, 12):
+            made.save(step, saved_state(step), meta={}, wait=True)
+    run.push()
+    flip(root / "12")
+    again = started(tmp_path / "a")
+    config = checkpointer.CheckpointConfig()
+    return again, checkpointer.Checkpointer(root, config, log=print, again=again.again), root
+
+
+def restored_step(checkpoints):
+    like = jax.ShapeDtypeStruct((4,), jnp.float32, sharding=jnp.zeros(1).sharding)
+    found = checkpoints.restore({"w": like})
+    assert found.state["w"].tolist() == [found.step] * 4
+    return found.step
+
+
+# Orbax abandons a write to its closed event loop when a read fails.
+broken_reads = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@broken_reads
+@pytest.mark.parametrize("bad", [(12,), (4, 8, 12)])
+def test_a_checkpoint_that_is_damaged_here_is_taken_from_the_store(store, damaged, bad):
+    run, checkpoints, root = damaged
+    for step in bad[:-1]:
+        flip(root / f"{step}")
+    before = objects(store)
+    with checkpoints:
+        assert restored_step(checkpoints) == 12
+    assert (root / "12.corrupt").is_dir() and directory.steps(root) == [4, 8, 12]
+    run.push()
+    assert run.end(exits.DONE) == exits.DONE
+    assert without_record(objects(store)) == without_record(before)
+
+
+@broken_reads
+@pytest.mark.parametrize("why", ["damaged", "gone", "replaced here"])
+def test_without_a_good_copy_in_the_store_the_one_before_is_taken(store, damaged, why):
+    _, checkpoints, root = damaged
+    lead = "memory://bucket/run/checkpoints/12"
+    if why == "damaged":
+        for name in remote.find(lead):
+            if "/d/" in name:
+                remote.write_bytes(f"{lead}/{name}", b"others")
+    if why == "gone":
+        store.rm("/bucket/run/checkpoints/12", recursive=True)
+        again = started(root.parent)
+        checkpoints = checkpointer.Checkpointer(
+            root, checkpointer.CheckpointConfig(), log=print, again=again.again
+        )
+    if why == "replaced here":
+        (root / "12.replaced").mkdir()
+    with checkpoints:
+        assert restored_step(checkpoints) == 8
+    assert (root / "12.corrupt").is_dir() and directory.steps(root) == [4, 8]
+
+
+@broken_reads
+def test_a_store_that_fails_is_no_reason_to_take_the_one_before(store, damaged, monkeypatch):
+    _, checkpoints, root = damaged
+
+    def fail(*_, **__):
+        raise transient.Transient("503 SlowDown")
+
+    monkeypatch.setattr(remote, "fetch", fail)
+    with checkpoints, pytest.raises(ValueError, match=r"checkpoint 12 of .*run again") as error:
+        restored_step(checkpoints)
+    assert transient.is_transient(error.value) and directory.steps(root) == [4, 8, 12]
+
+
+@broken_reads
+def test_an_upload_meanwhile_does_not_take_the_checkpoint_for_deleted(store, damaged, monkeypatch):
+    run, checkpoints, _ = damaged
+    original, noted = directory.set_aside, []
+
+    def set_aside(*arguments):  # the upload looks between this and the other rename
+        found = original(*arguments)
+        noted.append(threading.Thread(target=run._note_pruned))
+        noted[0].start()
+        time.sleep(0.2)
+        return found
+
+    monkeypatch.setattr(directory, "set_aside", set_aside)
+    with checkpoints:
+        assert restored_step(checkpoints) == 12
+    noted[0].join()
+    removed = []
+    monkeypatch.setattr(remote, "remove", removed.append)
+    run.push()
+    assert removed == [] and steps_in(store) == {"4", "8", "12"}
 
 
 @pytest.mark.parametrize("how", ["went on elsewhere", "another run", "of no known run"])
@@ -430,6 +540,20 @@ def test_a_failed_upload_is_told_and_tried_again(tmp_path, store, monkeypatch):
     assert run.end(exits.DONE) == exits.DONE
     assert f"checkpoints/4/{directory.MARKER}" in objects(store)
     assert lines[-1] == f"uploaded to {URL}"
+
+
+def test_a_small_file_that_the_store_does_not_take_has_not_arrived(tmp_path, store, monkeypatch):
+    """A store without the bucket says so as a disk does of a file that is gone."""
+    run = started(tmp_path / "a")
+    run.push()
+    (tmp_path / "a" / "metrics.jsonl").write_text("1\n")
+
+    def fail(file, url):
+        raise FileNotFoundError(errno.ENOENT, "The specified bucket does not exist", url)
+
+    monkeypatch.setattr(remote, "PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(remote, "upload", fail)
+    assert run.end(exits.DONE) == exits.UNSAVED
 
 
 def test_reading_takes_a_copy(tmp_path, store, monkeypatch):

@@ -521,7 +521,7 @@ def test_numbers_that_nothing_can_count_to_are_refused(key, value):
 @pytest.mark.parametrize(("number", "path", "words"), [
     (errno.ENOSPC, "run/x", "the disk is full ({}): free space on it, or name another --workdir"),
     (errno.EACCES, "data/a/b.txt", "not permitted ({}): permit it, or name another data.sources"),
-    (errno.EIO, "cache/x/tokens", "check it, or name another data.cache_dir"),
+    (errno.EIO, "cache/x/tokens", "run again, or name another data.cache_dir"),
     (errno.ENOENT, "tokenizer.json", "({}): bring it back, or name another data.tokenizer"),
     (errno.EROFS, "run/local/x", "for writing, or name another checkpoint.local_directory"),
     (errno.EISDIR, "run/config.json", "a folder is in the way ({}): move it away, or name another"),

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +62,69 @@ def test_lines_that_are_torn_or_lost(run):
     assert history.last_config(run.workdir) is None
     start(run)
     assert "config" in list(history.read(run.workdir))[-1]
+
+
+def save(run, step, told):
+    """As after a complete checkpoint, whose folder lies there."""
+    (pathlib.Path(run.workdir) / "checkpoints" / str(step)).mkdir(parents=True)
+    history.noting_saves(run.workdir, lambda *saved: told.append(saved), print)(step)
+
+
+def lose_checkpoints(run):
+    shutil.rmtree(pathlib.Path(run.workdir) / "checkpoints")
+
+
+def test_a_run_that_lost_its_checkpoints_does_not_begin_anew(run):
+    told = []
+    start(run)
+    for step in (4, 8):
+        save(run, step, told)
+    assert told == [(run.workdir, 4), (run.workdir, 8)] and history.last_saved(run.workdir) == 4
+    history.require_checkpoints(run)
+    metrics = pathlib.Path(run.workdir, "metrics.jsonl")
+    metrics.write_text('{"kind": "train", "step": 11}\n')
+    lose_checkpoints(run)
+    for restored in (None, 0):
+        with pytest.raises(ValueError, match="no checkpoint") as refused:
+            history.require_checkpoints(run, restored)
+        for words in ("step 4,", "up to 11", "another --workdir", "move history.jsonl away"):
+            assert words in str(refused.value)
+    pathlib.Path(run.workdir, history.FILE).unlink()
+    history.require_checkpoints(run)  # begun anew on purpose
+
+
+def test_a_run_that_saved_nothing_yet_begins_anew(run):
+    start(run)
+    lose_checkpoints(run)
+    history.require_checkpoints(run)
+    history.require_checkpoints(run, 0)
+
+
+@pytest.mark.parametrize("at, lost", [([0], False), ([4], True), ([4, 0], False), (None, True)])
+def test_a_rollback_to_the_beginning_loses_no_checkpoints(run, at, lost):
+    """They are set aside, and a launch that is killed then begins anew; a start that resumed says
+    as well as a record of a save that there was a checkpoint."""
+    start(run)
+    start(run, 8)
+    history.append(run.workdir, history.ROLLBACK, {"at": at}, log=print)
+    assert bool(history.last_saved(run.workdir)) == lost
+    save(run, 2, [])
+    lose_checkpoints(run)
+    with pytest.raises(ValueError, match="step 8" if lost else "step 2"):
+        history.require_checkpoints(run)
+
+
+def test_what_the_local_tier_may_have_is_asked_for_first(run):
+    start(run, 8)
+    run.checkpoint.local_directory = "/dev/shm/tier"
+    (pathlib.Path(run.workdir) / "checkpoints" / "run_id").write_text("f00d")
+    history.require_checkpoints(run)
+    history.require_checkpoints(run, 8)
+    with pytest.raises(ValueError, match="no checkpoint"):
+        history.require_checkpoints(run, 0)
+    lose_checkpoints(run)  # and with it what ties the tier's files to the run
+    with pytest.raises(ValueError, match="no checkpoint"):
+        history.require_checkpoints(run)
 
 
 def test_what_cannot_be_written_is_a_warning(run, tmp_path):

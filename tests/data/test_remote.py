@@ -312,6 +312,114 @@ def test_another_machine_continues_shards_to_the_same_bytes(tmp_path, store, mac
     assert memory_store.objects(store, "b/out") == local
 
 
+@pytest.fixture
+def cut_off(tmp_path, store, machines, monkeypatch, capsys):
+    """Three shards of a build are complete on this disk, two of them in the store; its options, the
+    files of the whole, and the shards that are written from then on."""
+    (tmp_path / "a.jsonl").write_bytes(formats.jsonl())
+    source = ["--source", tmp_path / "a.jsonl", "--shard-tokens", 300]
+    assert machines("a", *source, "--output", tmp_path / "local") == 0
+    original, close, written = remote.upload, shards.ShardWriter.close, []
+
+    def upload(file, url):
+        if "shard-00002" in url:
+            raise transient.Transient(f"503 SlowDown ({url})")
+        original(file, url)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote, "upload", upload)
+        assert machines("a", *source, "--output", "memory://b/out") == 75
+    said = capsys.readouterr().err
+    assert "error: --output memory://b/out cannot be written (503 SlowDown (" in said
+    assert said.endswith("): run again\n")
+    assert "shard-00002.tokens" not in memory_store.objects(store, "b/out")
+    monkeypatch.setattr(shards.ShardWriter, "close", lambda w: written.append(w.name) or close(w))
+    whole = {path.name: path.read_bytes() for path in (tmp_path / "local").iterdir()}
+    return source, whole, written
+
+
+@pytest.mark.parametrize("listing", ["whole", "empty", "without progress"])
+def test_shards_that_were_not_uploaded_are_not_made_again(
+    store, machines, cut_off, monkeypatch, listing
+):
+    """Those on this disk are good: a store that is behind, or lists nothing, takes none of them."""
+    source, whole, written = cut_off
+    if listing == "without progress":
+        remote.remove("memory://b/out/progress.json")
+    with monkeypatch.context() as patch:
+        if listing == "empty":
+            patch.setattr(remote, "find", lambda url: {})
+        assert machines("a", *source, "--output", "memory://b/out") == 0
+    assert written[0] == "shard-00003"
+    assert memory_store.objects(store, "b/out") == whole
+
+
+def test_a_finished_build_that_was_not_uploaded_is_not_made_again(
+    store, machines, cut_off, monkeypatch
+):
+    source, whole, written = cut_off
+    original = remote.upload
+
+    def upload(file, url):
+        if url.endswith("index.json"):
+            raise transient.Transient(f"503 SlowDown ({url})")
+        original(file, url)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote, "upload", upload)
+        assert machines("a", *source, "--output", "memory://b/out") == 75
+    written.clear()
+    assert machines("a", *source, "--output", "memory://b/out") == 0
+    assert written == [] and memory_store.objects(store, "b/out") == whole
+
+
+def test_a_shard_that_this_disk_has_lost_is_taken_from_the_store(
+    tmp_path, store, machines, cut_off
+):
+    source, whole, written = cut_off
+    next((tmp_path / "a" / "uploads").rglob("shard-00001.tokens")).unlink()
+    assert machines("a", *source, "--output", "memory://b/out") == 0
+    assert written[0] == "shard-00003"
+    assert memory_store.objects(store, "b/out") == whole
+
+
+def test_another_machine_does_not_believe_an_empty_listing(
+    store, machines, cut_off, monkeypatch, capsys
+):
+    """The store has the progress, and does not list it."""
+    source, *_ = cut_off
+    before = memory_store.objects(store, "b/out")
+    monkeypatch.setattr(remote, "find", lambda url: {})
+    assert machines("b", *source, "--output", "memory://b/out") == 75
+    assert "the store does not list what it holds" in capsys.readouterr().err
+    assert memory_store.objects(store, "b/out") == before
+
+
+def test_finished_shards_of_other_settings_are_not_removed(store, machines, cut_off, capsys):
+    source, whole, _ = cut_off
+    remote.remove("memory://b/out/progress.json")
+    other = [*source[:-1], 400, "--output", "memory://b/out"]
+    assert machines("a", *other) == 2
+    assert "the unfinished result of other sources or settings" in capsys.readouterr().err
+    assert machines("a", *source, "--output", "memory://b/out") == 0
+    assert memory_store.objects(store, "b/out") == whole
+
+
+def test_a_bucket_that_does_not_exist_is_named_with_what_to_do(
+    tmp_path, store, machines, monkeypatch, capsys
+):
+    (tmp_path / "a.txt").write_text("text")
+
+    def fail(*_, **__):
+        raise FileNotFoundError("The specified bucket does not exist")
+
+    monkeypatch.setattr(type(store), "put_file", fail)
+    assert machines("a", "--source", tmp_path / "a.txt", "--output", "memory://nobucket/tok") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    for words in ("--output memory://nobucket/tok", "bucket does not exist", "check its name"):
+        assert words in said
+
+
 @pytest.mark.parametrize("damage", [b"", b'{"a.txt": [1, 2', b"[1]", b"\xff\xfe"])
 def test_a_damaged_list_of_what_was_copied_is_no_list(tmp_path, store, damage):
     """As where the machine went down while it was written: it is copied anew."""

@@ -8,10 +8,10 @@ import os
 import jax
 import pytest
 
-from llmx.checkpoint import manifest, restore
+from llmx.checkpoint import directory, manifest, restore
 from llmx.data import __main__ as command
 from llmx.data import build, documents, opening, sources, tokenizers, transient
-from llmx.runtime import exits
+from llmx.runtime import exits, ownership
 
 
 class ClientError(Exception):
@@ -68,6 +68,8 @@ def test_what_goes_away_by_itself(error):
         with pytest.raises(ValueError, match=r"^a\.txt \(.*\): run again$") as found:
             transient.problem("a.txt", given, "mend it")
         assert transient.is_transient(found.value)
+        assert transient.told(given) == f"{given}: run again"
+        assert transient.told(found.value) is found.value  # which says so already
 
 
 @pytest.mark.parametrize("error", LASTING, ids=repr)
@@ -314,6 +316,35 @@ def test_commands_that_read_a_run_say_whether_to_run_again(tmp_path, monkeypatch
     except SystemExit as ended:
         code = ended.code
     assert code == exits.AGAIN and "cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "number, remedy", [(errno.EIO, "run again"), (errno.EACCES, "make it readable")]
+)
+def test_checkpoints_that_cannot_be_listed(tmp_path, monkeypatch, number, remedy):
+    (tmp_path / "checkpoints").mkdir()
+    root = directory.root_of(str(tmp_path / "checkpoints"))
+
+    def fail(path):
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(type(root), "iterdir", fail)
+    with pytest.raises(ValueError, match=rf"cannot be listed \(.*\): {remedy}") as error:
+        directory.steps(root)
+    assert transient.is_transient(error.value) == (remedy == "run again")
+
+
+@pytest.mark.parametrize("text, remedy", [
+    ("UNAVAILABLE: 503", "run again"), ("PERMISSION_DENIED: 403", "make it writable"),
+])  # fmt: skip
+def test_a_lease_that_a_store_refuses(monkeypatch, text, remedy):
+    def fail(workdir):
+        raise ownership.Unavailable(text) from ValueError(text)
+
+    monkeypatch.setattr(ownership, "open_store", fail)
+    with pytest.raises(ValueError, match=rf"cannot be written \({text}\): {remedy}") as error:
+        ownership.take("s3://bucket/a", log=print)
+    assert transient.is_transient(error.value) == (remedy == "run again")
 
 
 def test_exit_codes_of_commands():

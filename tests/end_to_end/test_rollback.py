@@ -90,7 +90,7 @@ def test_a_run_goes_back_by_itself(rolled_back):
     saved = json.loads((workdir / "config.json").read_text())["rollback"]
     assert (saved["at"], saved["skipped"]) == ([10], [5])
     kinds = [json.loads(line)["kind"] for line in (workdir / "history.jsonl").open()]
-    assert kinds == ["start", "rollback", "start"]
+    assert kinds == ["start", "saved", "rollback", "start"]
     records = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     assert [(r["step"], r["skipped"]) for r in records if r["kind"] == "rollback"] == [(10, 5.0)]
 

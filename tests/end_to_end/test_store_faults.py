@@ -141,6 +141,7 @@ AT_A_START = [
     (_listing("empty"), exits.AGAIN, "lacks owner.json"),
     (_listing(403), exits.REFUSED, "the credentials"),
     (_reading("flip", "checkpoints/"), exits.AGAIN, "run again"),
+    (lambda request: 404 if request.method == "PUT" else None, exits.REFUSED, "bucket 'bucket'"),
 ]
 MORE_AT_A_START = [
     (_listing(503), exits.AGAIN, "run again"),

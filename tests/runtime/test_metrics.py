@@ -155,10 +155,16 @@ def test_a_checkpoint_names_few_ranges_of_steps(tmp_path):
 
 
 def test_starting_at_zero_begins_the_file_afresh(tmp_path):
-    report(tmp_path, last=4)
+    """What was in it is not lost."""
+    before = b""
+    for last in (4, 3):
+        report(tmp_path, last=last)
+        before += (tmp_path / "metrics.jsonl").read_bytes()
     report(tmp_path, last=1)
     assert recorded(tmp_path) == [("train", 1, 10.0)]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+    replaced = tmp_path / "metrics.replaced.jsonl"
+    assert replaced.read_bytes() == before
+    assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", replaced.name}
 
 
 GARBAGE = [

@@ -1,8 +1,10 @@
 """One run per work directory: races, deaths, suspensions, other machines, damaged files."""
 
+import itertools
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -320,6 +322,85 @@ def test_a_directory_that_cannot_be_written(tmp_path):
     for folder in (tmp_path / "file", tmp_path / "file" / "run", "/sys/llmx"):
         with pytest.raises(ValueError, match=r"cannot be written .*name another --workdir"):
             ownership.take(str(folder), log=print)
+
+
+@pytest.mark.parametrize("how", ["copied", "moved", "mounted twice", "copied, of an old version"])
+def test_a_copy_of_a_directory_in_use_is_told_from_it(tmp_path, workdir, holder, monkeypatch, how):
+    """The remedy is not to end the other run."""
+    other = tmp_path / "other"
+    if how == "moved":
+        os.rename(workdir, other)
+    else:
+        shutil.copytree(workdir, other)
+    if how == "mounted twice":
+        monkeypatch.setattr(os.path, "samefile", lambda a, b: True)
+    if how == "copied, of an old version":
+        found = json.loads(file(other).read_text())
+        del found["workdir"]
+        file(other).write_text(json.dumps(found))
+    is_copy = how == "copied"
+    words = f"copied from {workdir}, .*delete owner.json in" if is_copy else "is in use by .*kill"
+    with pytest.raises(ValueError, match=words):
+        ownership.take(str(other), log=print, ttl=TTL)
+    if is_copy:
+        (tmp_path / "link").symlink_to(workdir)
+        with pytest.raises(ValueError, match="is in use by"):
+            ownership.take(str(tmp_path / "link"), log=print, ttl=TTL)
+        file(other).unlink()  # as it says
+        ownership.take(str(other), log=print, ttl=TTL).release()
+        assert ask(holder) == "mine\n"
+
+
+class Refusing:
+    """A store that answers a conditional write as one that another was faster than, always."""
+
+    def __init__(self, found=None):
+        self._found, self.num_writes = found, 0
+
+    def read(self, name):
+        state = "missing" if self._found is None else "value"
+        value = json.dumps(self._found).encode()
+        stamp = types.SimpleNamespace(generation=b"1")
+        return self._answer(types.SimpleNamespace(state=state, value=value, stamp=stamp))
+
+    def write(self, name, text, if_equal):
+        self.num_writes += 1
+        return self._answer(types.SimpleNamespace(generation=b""))
+
+    def _answer(self, what):
+        return types.SimpleNamespace(result=lambda timeout: what)
+
+
+@pytest.mark.parametrize("found", ["nothing", "dead owner"])
+def test_a_store_that_takes_no_write_is_not_asked_for_ever(monkeypatch, found):
+    """As where its bucket does not exist."""
+    left = None
+    if found == "dead owner":
+        left = ownership.own_record(TTL) | {"process_start": 1}
+    store = Refusing(left)
+    monkeypatch.setattr(ownership, "open_store", lambda workdir: store)
+    with pytest.raises(ValueError, match=r"s3://nobucket/a cannot be written .*bucket 'nobucket'"):
+        ownership.take("s3://nobucket/a", log=print, ttl=TTL)
+    assert store.num_writes == 2
+
+
+def test_starts_that_are_always_too_late_end(workdir, monkeypatch):
+    """Whatever the reason, a start does not try for ever."""
+    monkeypatch.setattr(ownership, "write", lambda store, record, stamp: None)
+    stamps = itertools.count()
+    monkeypatch.setattr(ownership, "read", lambda store: (None, b"%d" % next(stamps)))
+    with pytest.raises(ValueError, match="cannot be written"):
+        ownership.take(workdir, log=print, ttl=TTL)
+
+
+def test_a_renewal_that_does_not_take_effect_is_told(workdir, monkeypatch):
+    log = []
+    with ownership.take(workdir, log=log.append, ttl=TTL):
+        with monkeypatch.context() as patch:
+            patch.setattr(ownership, "write", lambda store, record, stamp: None)
+            time.sleep(TTL)
+        time.sleep(TTL)
+    assert "cannot be renewed" in log[0] and "can be renewed again" in log[1] and len(log) == 2
 
 
 def test_a_forked_worker_gives_nothing_free(workdir):

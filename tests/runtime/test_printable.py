@@ -1,6 +1,7 @@
 """Control characters in the text of others: shown, never sent to a terminal."""
 
 import ast
+import dataclasses
 import errno
 import io
 import json
@@ -12,7 +13,7 @@ import sys
 
 import pytest
 
-from llmx.runtime import exits, launch, printable
+from llmx.runtime import exits, launch, plot, printable
 
 PACKAGE = pathlib.Path(__file__).parent.parent.parent / "llmx"
 EVIL = "a\x1b[31m\x07b\r\x9b2Jc\u202ed\udc80"
@@ -59,6 +60,58 @@ def test_nothing_but_constants_is_printed_to_stderr_by_itself():
             if to_stderr and not isinstance(node.args[0], ast.Constant):
                 found.append(f"{path.relative_to(PACKAGE)}:{node.lineno}")
     assert [one.partition(":")[0] for one in found] == ["runtime/printable.py"], found
+
+
+def test_errors_of_all_command_lines_are_printable(capsys):
+    parser = printable.Parser(prog="p")
+    parser.add_subparsers().add_parser("part").add_argument("--number", type=int)
+    for arguments in (["part", f"--{EVIL}"], ["part", "--number", EVIL], [EVIL]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(arguments)
+        said = capsys.readouterr().err
+        assert "error: " in said and "\x1b" not in said and printable.printable(said) == said
+    found = [
+        path for path in PACKAGE.rglob("*.py") if "argparse.ArgumentParser(" in path.read_text()
+    ]
+    assert found == []
+
+
+def test_a_name_is_no_markup_of_a_picture(tmp_path, recwarn):
+    """Neither mathematics nor characters that no font has."""
+    folder = tmp_path / "a$\\foo$\x1b]0;T\x07"
+    folder.mkdir()
+    lines = [
+        {"kind": "train", "step": 1, "tokens": 8, "loss": 2.0},
+        {"kind": "layers", "step": 1, "tokens": 8, "a$\\foo$\x1b": [1.0, 2.0]},
+    ]
+    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    assert len(plot.plot_all(folder)) == 2
+    assert not [str(one.message) for one in recwarn if "lyph" in str(one.message)]
+
+
+@pytest.mark.parametrize("name", ["a[/b]", "a[red]", "a\x1b[31m"])
+def test_a_name_is_no_markup_of_a_progress_bar(tmp_path, capsys, monkeypatch, name):
+    from llmx.data import __main__ as command
+
+    monkeypatch.setenv("COLUMNS", "300")
+    (tmp_path / "a.txt").write_text("text " * 100)
+    folder = tmp_path / "v" / name
+    assert command.main(["--source", str(tmp_path / "a.txt"), "--output", str(folder)]) == 0
+    assert command.main(["--verify", str(folder)]) == 0
+    said = capsys.readouterr().err
+    assert f"verify {printable.printable(folder)} " in said and "\x1b" not in said
+
+
+def test_a_name_is_no_markup_of_a_table():
+    from rich.console import Console
+
+    from llmx.compress import measure, report
+
+    values = dict.fromkeys((one.name for one in dataclasses.fields(measure.Measured)), 1)
+    table = report.table([measure.Measured(**values | {"stage": "cut [/b] \x1b[31m"})])
+    shown = io.StringIO()
+    Console(file=shown, width=200).print(table)
+    assert "cut [/b] \\x1b[31m" in shown.getvalue()
 
 
 def on_terminal(*command) -> bytes:

@@ -18,7 +18,7 @@ from llmx.runtime import bounds, exits, printable
 
 def make_parser() -> argparse.ArgumentParser:
     """The command's options."""
-    parser = argparse.ArgumentParser(
+    parser = printable.Parser(
         prog="python -m llmx.data.records",
         description="Write records of clicks as memory-mapped shards, to train on with "
         "--config.data.format=records --config.data.sources=\"('shards:DIR',)\".",
@@ -112,7 +112,7 @@ def main(argv: list[str] | None = None) -> int:
             raise ValueError("\n".join(problems))
         write(arguments, config)
     except (ValueError, OSError) as error:
-        printable.error(error)
+        printable.error(transient.told(error))
         return transient.exit_code(error)
     except KeyboardInterrupt:
         print("interrupted; run the same command again to continue", file=sys.stderr)
