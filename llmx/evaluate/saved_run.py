@@ -35,6 +35,7 @@ def config_of(
         run.batch.accumulation = 1  # its own evaluations too take the batch of a step
     # The checkpoint fits any mesh, and a pass needs no stages.
     run.mesh = sharding.MeshConfig(tensor=tensor)
+    run.sync.groups = 1  # others take no part, and where they meet is this machine's to say
     run.start_from = ""  # which may be gone
     of_pairs = run.preference if own_data and preference_checks.is_on(run) else None
     checks.forget_training(run)

@@ -523,7 +523,7 @@ def get_config():
     run.steps, run.precision, run.sharding.layout = 16, "fp32", "zero1"
     run.batch.size, run.batch.sequence_length = 4, 32
     run.optimizer.warmup_steps, run.optimizer.learning_rate = 2, 1e-2
-    run.checkpoint.every, run.checkpoint.local_every = 100, 2
+    run.checkpoint.every = 100
     run.evaluation.every, run.sample.prompt = 0, ""
     run.metrics.log_every, run.metrics.progress, run.metrics.tensorboard = 1, "plain", False
     run.data.sources, run.data.cache_dir = ({source!r},), {cache!r}
@@ -584,8 +584,10 @@ def whole_steps(root: pathlib.Path) -> set[int]:
 def test_a_lost_host_is_restored_from_its_neighbor_end_to_end(tmp_path):
     cluster = Cluster(tmp_path)
     cluster.run("whole")
-    tier = f"--config.checkpoint.local_directory={cluster.local}"
-    cluster.disturb("run", 7, signal.SIGKILL, tier)
+    tier = (
+        f"--config.checkpoint.local_directory={cluster.local}", "--config.checkpoint.local_every=2"
+    )  # fmt: skip
+    cluster.disturb("run", 7, signal.SIGKILL, *tier)
     assert not list((tmp_path / "run" / "checkpoints").glob("[0-9]*"))
     (root,) = cluster.local.glob("llmx-*")
     shutil.rmtree(root / "process-1")
@@ -594,7 +596,7 @@ def test_a_lost_host_is_restored_from_its_neighbor_end_to_end(tmp_path):
     assert newest in (4, 6, 8)
 
     # And with no time to save after SIGTERM: the last line names what is safe.
-    flags = (tier, "--config.checkpoint.grace_seconds=0.01")
+    flags = (*tier, "--config.checkpoint.grace_seconds=0.01")
     code, said = cluster.disturb("run", 11, signal.SIGTERM, *flags)
     assert "process 1: its files are not on this host; it takes the copy of process 0" in said
     assert f"resumed from checkpoint {newest} " in said, said
@@ -605,7 +607,7 @@ def test_a_lost_host_is_restored_from_its_neighbor_end_to_end(tmp_path):
     assert min(newest + 1, 8) <= safe <= max(whole_steps(root)), said
     newest = max(whole_steps(root))
 
-    said = cluster.run("run", tier)
+    said = cluster.run("run", *tier)
     assert f"resumed from checkpoint {newest} " in said, said
     assert cluster.losses("run") == cluster.losses("whole")
     assert not list(root.glob("*/*.own"))  # nothing stays behind when all is saved

@@ -348,13 +348,14 @@ def test_fp16_gradients_are_those_of_plain_jax(keys):
 def test_small_gradients_vanish_in_fp16_without_a_scale_and_not_with_it():
     """Many tokens make the share of each in the loss small, a large residual stream the gradient of
     its norm, and small weights of the head that of the norm's result."""
-    shape = dict(batch__size=16, batch__sequence_length=128, loss_scale__initial=2.0**22)
+    shape = dict(batch__size=16, batch__sequence_length=128)
+    scales = dict(none={}, auto=dict(loss_scale__initial=2.0**22))
     batch, params = batch_of(0, rows=16, length=128), make_recipe(kind="none").init(0).params
     params["embedding"], params["head"] = 2e4 * params["embedding"], params["head"] / 32
     _, wanted = plain_gradient(None, params, batch)
     found = {
-        kind: gradients(make_recipe(kind=kind, precision="fp16", **shape), params, batch)
-        for kind in ("none", "auto")
+        kind: gradients(make_recipe(kind=kind, precision="fp16", **shape, **scale), params, batch)
+        for kind, scale in scales.items()
     }
     assert all(leaf.any() for leaf in jax.tree.leaves(wanted))
     vanished = [found["none"].tree[name] for name in ("blocks", "embedding")]

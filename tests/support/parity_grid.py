@@ -322,8 +322,8 @@ def make_config(row: dict, precision: str = "fp32", model: dict | None = None, *
     model = MODEL | FAMILIES[row["family"]] | dict(num_layers=num_layers(row)) | (model or {})
     options = dict(pipeline__schedule=row["schedule"]) if row["schedule"] else {}
     options |= OFFLOAD[row["offload"]] | SYNC[row.get("sync", "")]
-    options |= EXPERTS if "num_experts" in model else {}
-    options |= TRAVEL if row["expert"] > 1 else {}
+    if "num_experts" in model:
+        options |= EXPERTS | (TRAVEL if row["expert"] > 1 else {})
     if row.get("adapters"):
         options |= ADAPTERS | (dict(experts__bias_rate=0.0) if "num_experts" in model else {})
     return runs.make_config(
