@@ -56,7 +56,7 @@ MODELS = {
     ),
 }
 CHANGES = dict(
-    family="qwen3", vocab_size=299, vocab_multiple=16, width=32, num_layers=3, num_heads=4,
+    family="phi3", vocab_size=299, vocab_multiple=16, width=32, num_layers=3, num_heads=4,
     num_kv_heads=1, head_dim=16, mlp_dim=32, max_positions=64, positions="learned",
     rope_theta=100.0, rope_theta_local=50.0, rope_scaling="linear", rope_factor=2.0,
     rope_low_freq=0.5, rope_high_freq=6.0, rope_old_context=64, norm="layer", norm_eps=0.1,
