@@ -109,7 +109,8 @@ def spoil_json(rng: random.Random, value: Any) -> Any:
         elif kind == 1 and isinstance(node, dict):
             node[rng.choice(_TEXTS)] = node.pop(key)
         elif kind == 2 and isinstance(node, list):
-            node += [node[key]] * rng.choice((1, 3, 1000))
+            times = rng.choice((1, 3, 1000))
+            node += [node[key]] * (times if len(places) < 1000 else 1)  # else no memory holds it
         elif kind == 3 and isinstance(node[key], int | float):
             node[key] = rng.choice((*_NUMBERS, *_FLOATS, -node[key], node[key] + 1, str(node[key])))
         else:

@@ -152,13 +152,22 @@ def default() -> Config:
     return Config()
 
 
+_LONGEST = 4000  # characters of a problem: the values that it repeats may have any number
+
+
 class ConfigError(ValueError):
-    """All problems of a config, one a line."""
+    """All problems of a config, one a line, of a long one its beginning and end."""
 
     def __init__(self, problems: Sequence[str]):
+        problems = [
+            f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+            if len(text) > _LONGEST
+            else text
+            for text in problems
+        ]
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         super().__init__("\n  - ".join([f"the config has {count}:", *problems]))
-        self.problems = list(problems)
+        self.problems = problems
 
 
 def leaf_types(kind: type, prefix: str = "") -> dict[str, Any]:

@@ -388,6 +388,13 @@ def test_a_family_is_no_name_alone(preset, changes, family, missing):
     assert missing in str(error.value) and "1 problem" in str(error.value)
 
 
+def test_a_long_value_is_told_by_its_beginning_and_end():
+    error = config.ConfigError(["short", f"offload.saves: '{'x' * 10**6}' is unknown: use input"])
+    assert error.problems[0] == "short" and len(str(error)) < 5000
+    assert error.problems[1].startswith("offload.saves: 'xxx")
+    assert error.problems[1].endswith("xx' is unknown: use input")
+
+
 def test_bad_flags_are_told_with_the_rest(tmp_path):
     path = write(tmp_path, "    run.remat = 'ful'\n    run.optimizer.lr = 1\n")
     run, problems = parsed(
