@@ -467,9 +467,8 @@ class Mirror:
         except FileNotFoundError:
             if step in self._complete():
                 raise
-            _remove_checkpoint(
-                f"{self._url}/{name}", remote.remove
-            )  # it was deleted here meanwhile
+            # It was deleted here meanwhile.
+            _remove_checkpoint(f"{self._url}/{name}", remote.remove)
         del self._parts[step]
         self._step = ""
 
